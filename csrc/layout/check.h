@@ -17,7 +17,7 @@ std::string concat(const Parts&... parts) {
 }  // namespace mok
 
 /// The message names the argument, its value and the rule it breaks.
-#define MOK_CHECK(condition, ...)                                              \
-    do {                                                                       \
+#define MOK_CHECK(condition, ...)                                                  \
+    do {                                                                           \
         if (!(condition)) throw std::invalid_argument(::mok::concat(__VA_ARGS__)); \
     } while (0)

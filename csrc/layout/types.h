@@ -14,7 +14,9 @@ namespace mok {
 
 enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
 
-MOK_HD int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+MOK_HD int64_t dtype_bytes(DType dtype) {
+    return dtype == DType::kFloat32 ? 4 : 2;
+}
 
 template <typename T>
 MOK_HD constexpr T ceil_div(T value, T divisor) {
@@ -38,7 +40,9 @@ MOK_HD float to_float(bf16 value) {
     return result;
 }
 
-MOK_HD float to_float(float value) { return value; }
+MOK_HD float to_float(float value) {
+    return value;
+}
 
 /// Round to nearest, ties to even; a NaN stays a (quiet) NaN, whatever its payload.
 MOK_HD bf16 round_to_bf16(float value) {
