@@ -1,0 +1,317 @@
+"""What is compiled from what: mok's three shared libraries as one ninja file.
+
+    mok/libmok_core.so   csrc/ without bindings: no torch, no Python, no libcuda
+    mok/_C.<abi>.so      csrc/bindings/python: pybind11 over the core, no torch header of its own
+    mok/_ops.so          csrc/bindings/torch: torch ops on LibTorch's stable ABI, one binary for
+                         every torch >= 2.11
+
+setup.py runs it for an install, tools/cuda_check.py for CI's compile check. It imports neither
+setuptools nor torch.
+"""
+
+import dataclasses
+import fcntl
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+MIN_TORCH = (2, 11)
+TORCH_TARGET_VERSION = "0x020b000000000000ull"
+DEFAULT_CUDA_ARCHS = "90a"
+
+# A CUDA source named sm90_*.cu holds instructions that only these chips have; a source of another
+# name is built for all.
+ARCH_FAMILIES = {"sm90": ("90",), "sm100": ("100", "103")}
+
+
+class BuildError(Exception):
+    """One sentence for the person who builds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cuda:
+    """A usable CUDA toolkit and the architectures to build for, in nvcc's spelling without `sm_`."""
+
+    home: Path
+    version: str
+    archs: tuple[str, ...]
+
+    @property
+    def nvcc(self) -> Path:
+        return self.home / "bin" / "nvcc"
+
+    @property
+    def include_flags(self) -> list[str]:
+        # CUDA 13 moved <cuda/std/...> to include/cccl, which only nvcc itself looks at.
+        folders = [self.home / "include", self.home / "include" / "cccl"]
+        return [f"-isystem{folder}" for folder in folders if folder.is_dir()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Where to build from and to; `torch_home` is the installed torch package's folder."""
+
+    root: Path
+    build_dir: Path
+    torch_home: Path
+    cuda: Cuda | None
+    cxx: str = dataclasses.field(default_factory=lambda: os.environ.get("CXX", "g++"))
+
+    @property
+    def libraries(self) -> dict[str, Path]:
+        """Name inside the package -> built file."""
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        names = ("libmok_core.so", f"_C{suffix}", "_ops.so")
+        return {name: self.build_dir / name for name in names}
+
+
+def parse_archs(text: str) -> tuple[str, ...]:
+    """`"90a 100f,103a"` -> `("90a", "100f", "103a")`."""
+    archs = tuple(dict.fromkeys(re.split(r"[\s,;]+", text.strip()))) if text.strip() else ()
+    for arch in archs:
+        if not re.fullmatch(r"\d{2,3}[af]?", arch):
+            raise BuildError(
+                f"MOK_CUDA_ARCHS has {arch!r}: write numbers as nvcc does without 'sm_', "
+                "for example '90a 100f 103a'."
+            )
+    if not archs:
+        raise BuildError(
+            "MOK_CUDA_ARCHS is empty: name at least one architecture, for example '90a'."
+        )
+    return archs
+
+
+def source_archs(source: Path, archs: Iterable[str]) -> list[str]:
+    """Those of `archs` that `source` is compiled for, by its name."""
+    family = ARCH_FAMILIES.get(source.name.split("_")[0])
+    return [arch for arch in archs if family is None or arch.rstrip("af") in family]
+
+
+def gencode_flags(archs: Iterable[str]) -> list[str]:
+    return [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+
+
+def find_cuda(torch_cuda: str | None, env: Mapping[str, str]) -> tuple[Cuda | None, str]:
+    """The toolkit to build with, or None and the reason in words.
+
+    Whether a GPU is present plays no part. MOK_WITH_CUDA=0 turns CUDA off, =1 makes its absence an
+    error.
+    """
+    wanted = env.get("MOK_WITH_CUDA", "")
+    if wanted not in ("", "0", "1"):
+        raise BuildError(
+            f"MOK_WITH_CUDA is {wanted!r}: use 0 (without CUDA), 1 (CUDA required) or leave it out."
+        )
+    if wanted == "0":
+        return None, "MOK_WITH_CUDA=0"
+    cuda, reason = _detect_cuda(torch_cuda, env)
+    if cuda is None and wanted == "1":
+        raise BuildError(f"MOK_WITH_CUDA=1, but {reason}.")
+    return cuda, reason
+
+
+def _detect_cuda(torch_cuda: str | None, env: Mapping[str, str]) -> tuple[Cuda | None, str]:
+    if torch_cuda is None:
+        return None, "the installed torch is a build without CUDA"
+    on_path = shutil.which("nvcc", path=env.get("PATH"))
+    if env.get("CUDA_HOME"):
+        home = Path(env["CUDA_HOME"])
+    elif on_path:
+        home = Path(on_path).resolve().parent.parent
+    else:
+        return None, "no nvcc was found (CUDA_HOME is unset and PATH has none)"
+    if not (home / "bin" / "nvcc").exists():
+        return None, f"CUDA_HOME={home} has no bin/nvcc"
+    output = subprocess.run(
+        [home / "bin" / "nvcc", "--version"], capture_output=True, text=True
+    ).stdout
+    match = re.search(r"release (\d+)\.(\d+)", output)
+    if match is None:
+        return None, f"{home}/bin/nvcc --version names no release"
+    version = f"{match[1]}.{match[2]}"
+    if match[1] != torch_cuda.split(".")[0]:
+        return None, f"nvcc is {version}, torch was built with CUDA {torch_cuda}: the majors differ"
+    archs = parse_archs(env.get("MOK_CUDA_ARCHS", DEFAULT_CUDA_ARCHS))
+    return Cuda(home, version, archs), f"CUDA {version} at {home}"
+
+
+def core_sources(root: Path) -> tuple[list[Path], list[Path]]:
+    """The core library's C++ and CUDA sources."""
+
+    def find(pattern: str) -> list[Path]:
+        bindings = root / "csrc" / "bindings"
+        return sorted(
+            path for path in (root / "csrc").rglob(pattern) if bindings not in path.parents
+        )
+
+    return find("*.cpp"), find("*.cu")
+
+
+def cxx_flags() -> list[str]:
+    # FMA only where a source asks for it: left to the compiler, a loop's tail and its body would
+    # round differently.
+    flags = [
+        "-std=c++20",
+        "-O3",
+        "-g0",
+        "-fPIC",
+        "-pthread",
+        "-ffp-contract=off",
+        "-Wall",
+        "-Wextra",
+    ]
+    if os.environ.get("MOK_WERROR") == "1":
+        flags.append("-Werror")
+    return flags + shlex.split(os.environ.get("CXXFLAGS", ""))
+
+
+def nvcc_flags(config: Config, source: Path) -> list[str]:
+    assert config.cuda is not None
+    host = "-fPIC,-pthread,-Wall"
+    flags = [
+        "-std=c++20",
+        "-O3",
+        "-Xcompiler",
+        host,
+        "--expt-relaxed-constexpr",
+        "-ccbin",
+        config.cxx,
+    ]
+    return flags + gencode_flags(source_archs(source, config.cuda.archs))
+
+
+class NinjaFile:
+    """Collects build statements; paths may contain spaces."""
+
+    def __init__(self) -> None:
+        self.lines = ["ninja_required_version = 1.5"]
+
+    def rule(self, name: str, command: str, depfile: bool = False) -> None:
+        self.lines += [f"rule {name}", f"  command = {command}", f"  description = {name} $out"]
+        if depfile:
+            self.lines += ["  depfile = $out.d", "  deps = gcc"]
+
+    def build(
+        self, out: Path, rule: str, inputs: Iterable[Path], flags: Iterable[str], implicit=()
+    ) -> Path:
+        def escape(path: Path) -> str:
+            return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+        statement = f"build {escape(out)}: {rule} {' '.join(map(escape, inputs))}"
+        if implicit:
+            statement += f" | {' '.join(map(escape, implicit))}"
+        joined = " ".join(shlex.quote(flag).replace("$", "$$") for flag in flags)
+        self.lines += [statement, f"  flags = {joined}"]
+        return out
+
+    def text(self) -> str:
+        return "\n".join(self.lines) + "\n"
+
+
+def ninja_file(config: Config) -> str:
+    """The whole build; `config.libraries` are its outputs."""
+    ninja = NinjaFile()
+    cxx = shlex.quote(config.cxx).replace("$", "$$")
+    ninja.rule("cxx", f"{cxx} -MD -MF $out.d $flags -c $in -o $out", depfile=True)
+    ninja.rule("link", f"{cxx} -shared -o $out $in $flags")
+    if config.cuda is not None:
+        nvcc = shlex.quote(str(config.cuda.nvcc)).replace("$", "$$")
+        ninja.rule("nvcc", f"{nvcc} -MD -MF $out.d $flags -c $in -o $out", depfile=True)
+
+    cpp_sources, cu_sources = core_sources(config.root)
+    built = [
+        s for s in cu_sources if config.cuda is not None and source_archs(s, config.cuda.archs)
+    ]
+    defines = _cuda_defines(built)
+    include = [f"-I{config.root}"]
+
+    def compile_cpp(source: Path, flags: list[str]) -> Path:
+        out = config.build_dir / "obj" / f"{source.relative_to(config.root)}.o"
+        return ninja.build(out, "cxx", [source], cxx_flags() + include + defines + flags)
+
+    objects = [compile_cpp(source, []) for source in cpp_sources]
+    for source in built:
+        out = config.build_dir / "obj" / f"{source.relative_to(config.root)}.o"
+        flags = nvcc_flags(config, source) + include + defines + config.cuda.include_flags
+        objects.append(ninja.build(out, "nvcc", [source], flags))
+
+    core, python_module, torch_ops = config.libraries.values()
+    link_flags = ["-pthread", "-Wl,-rpath,$ORIGIN", *shlex.split(os.environ.get("LDFLAGS", ""))]
+    core_flags = ["-Wl,-soname,libmok_core.so", "-Wl,-z,defs", "-ldl", "-lrt"]
+    if built:
+        # The static runtime serves every torch of this CUDA major and needs no search path.
+        core_flags = [f"-L{config.cuda.home / 'lib64'}", "-lcudart_static", *core_flags]
+    ninja.build(core, "link", objects, [*core_flags, *link_flags])
+
+    bindings = config.root / "csrc" / "bindings"
+    torch_include = config.torch_home / "include"
+    python_include = sysconfig.get_paths()["include"]
+    flags = [
+        f"-isystem{torch_include}",
+        f"-isystem{python_include}",
+    ]  # torch ships pybind11's headers
+    objects = [compile_cpp(source, flags) for source in sorted((bindings / "python").glob("*.cpp"))]
+    link_core = [f"-L{config.build_dir}", "-lmok_core"]
+    ninja.build(python_module, "link", objects, [*link_core, *link_flags], implicit=[core])
+
+    flags = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", f"-isystem{torch_include}"]
+    torch_libraries = ["-ltorch", "-ltorch_cpu"]
+    if config.cuda is not None:
+        flags += ["-DUSE_CUDA", *config.cuda.include_flags]
+        torch_libraries.append("-ltorch_cuda")
+    objects = [compile_cpp(source, flags) for source in sorted((bindings / "torch").glob("*.cpp"))]
+    torch_libraries = [f"-L{config.torch_home / 'lib'}", "-Wl,--as-needed", *torch_libraries]
+    ninja.build(
+        torch_ops, "link", objects, [*link_core, *torch_libraries, *link_flags], implicit=[core]
+    )
+    return ninja.text()
+
+
+def _cuda_defines(cuda_sources: Iterable[Path]) -> list[str]:
+    """MOK_WITH_CUDA where this build has kernels; MOK_WITH_SM90, MOK_WITH_SM100 by family."""
+    names = [source.name for source in cuda_sources]
+    defines = ["-DMOK_WITH_CUDA"] if names else []
+    return defines + [
+        f"-DMOK_WITH_{f.upper()}"
+        for f in ARCH_FAMILIES
+        if any(n.startswith(f + "_") for n in names)
+    ]
+
+
+def find_ninja() -> str:
+    beside_python = Path(sys.executable).parent / "ninja"
+    ninja = str(beside_python) if beside_python.exists() else shutil.which("ninja")
+    if ninja is None:
+        raise BuildError(
+            "mok is built by ninja and none was found: run 'pip install ninja' and try again."
+        )
+    return ninja
+
+
+def build(config: Config, targets: Iterable[Path] = ()) -> None:
+    """Brings `targets` (default: all libraries) up to date.
+
+    Several processes may build one folder: they take turns. Raises BuildError.
+    """
+    if shutil.which(config.cxx) is None:
+        raise BuildError(
+            f"the C++ compiler {config.cxx!r} was not found: install g++ 12 or newer "
+            "(Debian: apt-get install g++) or set CXX."
+        )
+    config.build_dir.mkdir(parents=True, exist_ok=True)
+    with open(config.build_dir / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        text = ninja_file(config)
+        path = config.build_dir / "build.ninja"
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+        jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+        command = [find_ninja(), "-C", str(config.build_dir), "-j", jobs, *map(str, targets)]
+        if subprocess.run(command).returncode != 0:
+            raise BuildError("compiling mok failed: the compiler's messages are above.")
