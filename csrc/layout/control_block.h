@@ -1,0 +1,78 @@
+// The control block at the start of every window: what the ranks of one group tell each other outside the
+// data.
+//
+// Slot s of rank r's block is written by rank s only and read by rank r (and, to find who holds up whom, by
+// others); the head is written by its owner, except for the doorbell. All words start as the zeros of fresh
+// memory and are never reset. `csrc/comm/peer_comm.h` has the protocol.
+#pragma once
+
+#include <cstdint>
+
+#include "csrc/layout/types.h"
+
+namespace mok {
+
+/// Members of one group; bounds the masks of ranks below. 72 is the largest NVLink domain today.
+inline constexpr int kMaxGroupRanks = 128;
+/// Calls that a rank can abort in a row before a slow peer loses the text (never the fact) of the oldest.
+inline constexpr int kAbortRing = 4;
+inline constexpr int64_t kReasonBytes = 416;
+inline constexpr int64_t kCallHeaderBytes = 256;
+/// The page size assumed for windows and their parts (4 KiB on x86-64 and most arm64, 64 KiB at most).
+inline constexpr int64_t kControlGranularity = 65536;
+
+/// Text that several processes read while its one writer may replace it: words, so that every access is
+/// atomic.
+struct SharedText {
+    uint64_t bytes;
+    uint64_t words[kReasonBytes / 8];
+};
+
+/// "I leave call `call` before its first barrier." sequence is 2 call + 1 while the text is being written and
+/// 2 call + 2 when it is complete; it only grows.
+struct AbortRecord {
+    uint64_t sequence;
+    SharedText reason;
+};
+
+enum class FatalKind : uint64_t { kNone = 0, kTimeout = 1, kAbort = 2 };
+
+/// Written once in the life of a workspace; `kind` is stored last.
+struct FatalRecord {
+    uint64_t kind;
+    uint64_t call;
+    uint64_t barrier;  // 1 or 2
+    uint64_t blamed[kMaxGroupRanks / 64];
+    uint64_t milliseconds;
+    SharedText reason;
+};
+
+struct alignas(128) PeerSlot {
+    uint64_t epoch;   // the last barrier that the peer reached
+    uint64_t closed;  // 1: the peer will make no further call
+    alignas(128) FatalRecord fatal;
+    AbortRecord aborts[kAbortRing];  // call c in place c % kAbortRing
+};
+
+struct alignas(128) ControlHead {
+    uint32_t doorbell;  // a futex: everything written to this block ends with one increment
+    uint32_t sleeping;  // 1 while the owner sleeps on the doorbell
+    uint64_t waiting;   // the epoch that the owner waits for; 0 outside barriers
+    alignas(128) char header[kCallHeaderBytes];
+};
+
+MOK_HD ControlHead* control_head(char* window) {
+    return reinterpret_cast<ControlHead*>(window);
+}
+
+MOK_HD PeerSlot* control_slot(char* window, int rank) {
+    return reinterpret_cast<PeerSlot*>(window + sizeof(ControlHead)) + rank;
+}
+
+MOK_HD int64_t control_block_bytes(int num_ranks) {
+    return round_up(
+        static_cast<int64_t>(sizeof(ControlHead)) + num_ranks * static_cast<int64_t>(sizeof(PeerSlot)),
+        kControlGranularity);
+}
+
+}  // namespace mok
