@@ -1,0 +1,75 @@
+"""What the ranks of a group tell each other before a layer's first call.
+
+Groups enter by name, as in torch's functional collectives: a name survives deepcopy and pickling.
+While a layer is compiled these functions run for real, at trace time, and their results are
+constants of the graph.
+"""
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.comptime import comptime
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from mok.errors import PeerAbortedError
+
+_agreed_max_tokens: dict[str, int] = {}
+
+
+@torch.compiler.assume_constant_result
+def resolve_group(group_name: str) -> dist.ProcessGroup:
+    """The process group of that name; ValueError if this process has none."""
+    try:
+        return _resolve_process_group(group_name)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"there is no process group named {group_name!r} in this process, which the layer was "
+            "made for: create the groups in the same order as there, before the first call"
+        ) from error
+
+
+@torch.compiler.assume_constant_result
+def agreed_max_tokens(layer_key: str) -> int | None:
+    """What `agree_max_tokens` found for this layer, or None."""
+    return _agreed_max_tokens.get(layer_key)
+
+
+@torch.compiler.assume_constant_result
+def agree_max_tokens(
+    layer_key: str, group_name: str, num_tokens: int, failure: str | None = None
+) -> None:
+    """One collective over the group: the largest num_tokens of all ranks, kept under layer_key.
+
+    A rank that failed before it could call its layer passes the reason as `failure`: then its peers
+    raise PeerAbortedError here and nothing is kept.
+    """
+    group = resolve_group(group_name)
+    replies = [None] * dist.get_world_size(group)
+    dist.all_gather_object(replies, (num_tokens, failure), group=group)
+    if failure is not None:
+        return
+    for rank, (_, reason) in enumerate(replies):
+        if reason is not None:
+            raise PeerAbortedError(f"rank {rank} of group {group_name!r} gave up: {reason}")
+    largest = max(tokens for tokens, _ in replies)
+    if largest == 0:
+        raise ValueError(
+            "max_tokens is None and no rank has a token in the layer's first call, whose largest "
+            "number of tokens it would be: pass max_tokens"
+        )
+    _agreed_max_tokens[layer_key] = largest
+
+
+def agree_at_trace_time(layer_key: str, group_name: str, x_TH: torch.Tensor) -> None:
+    """`agree_max_tokens` while Dynamo traces: the number of tokens may be symbolic there."""
+    comptime(_agree_from_trace)
+
+
+def _agree_from_trace(context) -> None:
+    num_tokens = context.get_local("x_TH").size(0)
+    if isinstance(num_tokens, torch.SymInt):
+        num_tokens = num_tokens.node.hint
+    agree_max_tokens(
+        context.get_local("layer_key").as_python_constant(),
+        context.get_local("group_name").as_python_constant(),
+        num_tokens,
+    )
