@@ -12,7 +12,7 @@ _PACKAGE = Path(__file__).parent
 
 
 class ExtensionUnavailableError(ImportError):
-    """The compiled half cannot be used: what was built, what was found and what to do, in one line."""
+    """The compiled half cannot be used: one line on what was built, found and what to do."""
 
 
 def load() -> ModuleType:

@@ -36,7 +36,7 @@ class BuildError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Cuda:
-    """A usable CUDA toolkit and the architectures to build for, in nvcc's spelling without `sm_`."""
+    """A usable CUDA toolkit and the architectures to build for, spelled without `sm_`."""
 
     home: Path
     version: str
