@@ -1,0 +1,201 @@
+// torch.ops.mok.*_out: the executor behind LibTorch's stable ABI. They write into tensors they are given; the
+// functional ops with fakes and autograd are made of them in mok/ops.py.
+#include "csrc/bindings/torch/arguments.h"
+#include "csrc/cpu/call.h"
+#include "csrc/layout/check.h"
+#include "csrc/symm/registry.h"
+
+namespace mok::bindings {
+
+namespace {
+
+// Tensors of `gradients_out`, in this order.
+enum GradientIndex {
+    kDx,
+    kDweights,
+    kDshared,
+    kRoutedFirst,
+    kSharedFirst = kRoutedFirst + 6,
+    kNumGradients = 12
+};
+
+/// What `make` returns; a failure in it, before the call has begun, still reaches the peers.
+template <typename Make>
+auto telling_peers(Workspace& workspace, const Make& make) {
+    try {
+        return make();
+    } catch (const std::exception& error) {
+        abort_workspace(workspace, error.what());
+        throw;
+    }
+}
+
+void moe_forward_out(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights,
+                     const Tensor& w_gate, const Tensor& w_up, const Tensor& w_down,
+                     const std::optional<Tensor>& b_gate, const std::optional<Tensor>& b_up,
+                     const std::optional<Tensor>& b_down, const std::optional<Tensor>& shared_gate,
+                     const std::optional<Tensor>& shared_up, const std::optional<Tensor>& shared_down,
+                     const std::optional<Tensor>& shared_weight, std::string workspace, int64_t num_experts,
+                     int64_t max_tokens, int64_t ring_rows, std::string activation,
+                     std::optional<double> swiglu_limit, std::string save, int64_t gradients,
+                     const Tensor& out, std::vector<Tensor> saved) {
+    const std::shared_ptr<Workspace> owner = find_workspace(workspace);
+    struct Call {
+        cpu::LayerInputs inputs;
+        cpu::SavedContext context;
+        void* out;
+    };
+    const Call call = telling_peers(*owner, [&] {
+        const cpu::LayerInputs inputs = layer_inputs(
+            {x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down, shared_gate, shared_up,
+             shared_down, shared_weight, num_experts, max_tokens, ring_rows, activation, swiglu_limit, save});
+        const cpu::LayerShape& shape = inputs.shape;
+        return Call{inputs, saved_context(saved, shape),
+                    checked_output(out, "out", {shape.num_tokens, shape.hidden}, shape.compute)};
+    });
+    cpu::run_forward(*owner, torch_threads(), call.inputs, gradients, call.out, call.context);
+}
+
+void moe_recompute_out(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights,
+                       const Tensor& w_gate, const Tensor& w_up, const Tensor& w_down,
+                       const std::optional<Tensor>& b_gate, const std::optional<Tensor>& b_up,
+                       const std::optional<Tensor>& b_down, const std::optional<Tensor>& shared_gate,
+                       const std::optional<Tensor>& shared_up, const std::optional<Tensor>& shared_down,
+                       const std::optional<Tensor>& shared_weight, std::string workspace, int64_t num_experts,
+                       int64_t max_tokens, int64_t ring_rows, std::string activation,
+                       std::optional<double> swiglu_limit, std::string save, int64_t gradients,
+                       std::vector<Tensor> saved) {
+    const std::shared_ptr<Workspace> owner = find_workspace(workspace);
+    struct Call {
+        cpu::LayerInputs inputs;
+        cpu::SavedContext context;
+    };
+    const Call call = telling_peers(*owner, [&] {
+        const cpu::LayerInputs inputs = layer_inputs(
+            {x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down, shared_gate, shared_up,
+             shared_down, shared_weight, num_experts, max_tokens, ring_rows, activation, swiglu_limit, save});
+        return Call{inputs, saved_context(saved, inputs.shape)};
+    });
+    cpu::run_recompute(*owner, torch_threads(), call.inputs, gradients, call.context);
+}
+
+cpu::Gradient gradient(const Tensor& tensor, const char* name, const cpu::Matrix& weight, int64_t experts,
+                       int64_t rows, int64_t columns, bool shared) {
+    void* data = shared ? checked_output(tensor, name, {rows, columns}, weight.dtype)
+                        : checked_output(tensor, name, {experts, rows, columns}, weight.dtype);
+    return cpu::Gradient{data, weight.dtype, rows * columns, columns};
+}
+
+cpu::ExpertGradients expert_gradients(const std::vector<Tensor>& tensors, int first, int64_t mask,
+                                      int64_t first_bit, const cpu::ExpertWeights& weights, int64_t experts,
+                                      int64_t hidden, int64_t intermediate, bool shared) {
+    cpu::ExpertGradients result;
+    const auto wanted = [&](int index) { return (mask & (first_bit << index)) != 0; };
+    if (wanted(0)) {
+        result.gate =
+            gradient(tensors[first], "dw_gate", weights.gate, experts, intermediate, hidden, shared);
+    }
+    if (wanted(1)) {
+        result.up = gradient(tensors[first + 1], "dw_up", weights.up, experts, intermediate, hidden, shared);
+    }
+    if (wanted(2)) {
+        result.down =
+            gradient(tensors[first + 2], "dw_down", weights.down, experts, hidden, intermediate, shared);
+    }
+    const auto bias = [&](int index, const char* name, const cpu::Bias& of,
+                          int64_t columns) -> cpu::Gradient {
+        if (shared || !wanted(index)) return {};
+        MOK_CHECK(of.data != nullptr, name, " was asked for, but there is no such bias.");
+        return {checked_output(tensors[first + index], name, {experts, columns}, of.dtype), of.dtype, columns,
+                columns};
+    };
+    result.b_gate = bias(3, "db_gate", weights.b_gate, intermediate);
+    result.b_up = bias(4, "db_up", weights.b_up, intermediate);
+    result.b_down = bias(5, "db_down", weights.b_down, hidden);
+    return result;
+}
+
+cpu::BackwardOutputs backward_outputs(const cpu::LayerInputs& inputs, int64_t num_local_experts,
+                                      int64_t gradients, const std::vector<Tensor>& tensors) {
+    const cpu::LayerShape& shape = inputs.shape;
+    MOK_CHECK(tensors.size() == kNumGradients, "gradients_out must hold ", static_cast<int>(kNumGradients),
+              " tensors, got ", tensors.size(), ".");
+    MOK_CHECK(shape.shared_intermediate > 0 || (gradients & (cpu::kAnyShared | cpu::kGradSharedWeight)) == 0,
+              "gradients of the shared expert were asked for, but there is none.");
+    cpu::BackwardOutputs outputs;
+    if (gradients & cpu::kGradX) {
+        outputs.dx = checked_output(tensors[kDx], "dx", {shape.num_tokens, shape.hidden}, shape.compute);
+    }
+    if (gradients & cpu::kGradWeights) {
+        outputs.dweights = static_cast<float*>(checked_output(
+            tensors[kDweights], "dtopk_weights", {shape.num_tokens, shape.top_k}, DType::kFloat32));
+    }
+    if (gradients & cpu::kGradSharedWeight) {
+        outputs.dshared_weight = static_cast<float*>(
+            checked_output(tensors[kDshared], "dshared_weight", {shape.num_tokens}, DType::kFloat32));
+    }
+    outputs.routed = expert_gradients(tensors, kRoutedFirst, gradients, cpu::kGradRouted, inputs.routed,
+                                      num_local_experts, shape.hidden, shape.intermediate, false);
+    outputs.shared = expert_gradients(tensors, kSharedFirst, gradients, cpu::kGradShared, inputs.shared, 1,
+                                      shape.hidden, shape.shared_intermediate, true);
+    return outputs;
+}
+
+void moe_backward_out(const Tensor& dout, const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights,
+                      const Tensor& w_gate, const Tensor& w_up, const Tensor& w_down,
+                      const std::optional<Tensor>& b_gate, const std::optional<Tensor>& b_up,
+                      const std::optional<Tensor>& b_down, const std::optional<Tensor>& shared_gate,
+                      const std::optional<Tensor>& shared_up, const std::optional<Tensor>& shared_down,
+                      const std::optional<Tensor>& shared_weight, std::vector<Tensor> saved,
+                      std::string workspace, int64_t num_experts, int64_t max_tokens, int64_t ring_rows,
+                      std::string activation, std::optional<double> swiglu_limit, std::string save,
+                      int64_t gradients, bool accumulate, std::vector<Tensor> gradients_out) {
+    const std::shared_ptr<Workspace> owner = find_workspace(workspace);
+    struct Call {
+        cpu::LayerInputs inputs;
+        cpu::SavedContext context;
+        int64_t dout_stride;
+        cpu::BackwardOutputs outputs;
+    };
+    const Call call = telling_peers(*owner, [&] {
+        const cpu::LayerInputs inputs = layer_inputs(
+            {x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down, shared_gate, shared_up,
+             shared_down, shared_weight, num_experts, max_tokens, ring_rows, activation, swiglu_limit, save});
+        const cpu::LayerShape& shape = inputs.shape;
+        Call result{inputs, saved_context(saved, shape),
+                    checked_rows(dout, "grad_output", shape.num_tokens, shape.hidden, shape.compute),
+                    backward_outputs(inputs, w_gate.size(0), gradients, gradients_out)};
+        result.outputs.accumulate = accumulate;
+        return result;
+    });
+    cpu::run_backward(*owner, torch_threads(), call.inputs, dout.data_ptr(), call.dout_stride, gradients,
+                      call.context, call.outputs);
+}
+
+}  // namespace
+
+}  // namespace mok::bindings
+
+#define MOK_LAYER_TENSORS                                                                         \
+    "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate, Tensor w_up, Tensor w_down, " \
+    "Tensor? b_gate, Tensor? b_up, Tensor? b_down, Tensor? shared_gate, Tensor? shared_up, "      \
+    "Tensor? shared_down, Tensor? shared_weight"
+#define MOK_LAYER_SETTINGS                                                                         \
+    "str workspace, int num_experts, SymInt max_tokens, SymInt ring_rows, str activation, float? " \
+    "swiglu_limit, "                                                                               \
+    "str save, int gradients"
+
+STABLE_TORCH_LIBRARY_FRAGMENT(mok, library) {
+    library.def("moe_forward_out(" MOK_LAYER_TENSORS ", " MOK_LAYER_SETTINGS
+                ", Tensor(a!) out, Tensor(b!)[] saved) -> ()");
+    library.def("moe_recompute_out(" MOK_LAYER_TENSORS ", " MOK_LAYER_SETTINGS ", Tensor(a!)[] saved) -> ()");
+    library.def("moe_backward_out(Tensor grad_output, " MOK_LAYER_TENSORS
+                ", Tensor[] saved, " MOK_LAYER_SETTINGS
+                ", bool accumulate, Tensor(a!)[] gradients_out) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(mok, CPU, library) {
+    library.impl("moe_forward_out", TORCH_BOX(&mok::bindings::moe_forward_out));
+    library.impl("moe_recompute_out", TORCH_BOX(&mok::bindings::moe_recompute_out));
+    library.impl("moe_backward_out", TORCH_BOX(&mok::bindings::moe_backward_out));
+}

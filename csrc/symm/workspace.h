@@ -1,0 +1,37 @@
+// What the layers of one expert-parallel group share: the windows, the barriers between ranks, and local
+// scratch.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "csrc/comm/peer_comm.h"
+#include "csrc/layout/window.h"
+#include "csrc/symm/heap.h"
+#include "csrc/symm/scratch.h"
+
+namespace mok {
+
+/// One workspace is one order of calls: the mutex is held for the whole of a call. With one rank there is
+/// neither a window layout nor a barrier, and any sizes may come; with several the sizes below are limits of
+/// every call.
+struct Workspace {
+    std::string name;
+    std::unique_ptr<SymmHeap> heap;  // null for one rank without an arena
+    std::unique_ptr<PeerComm> comm;  // null for one rank
+    WindowLayout layout{};
+    int64_t max_tokens = 0;
+    int64_t hidden = 0;
+    int64_t top_k = 0;
+    DType dtype = DType::kFloat32;
+    Scratch scratch;
+    std::mutex mutex;
+    bool closed = false;
+
+    int rank() const { return comm ? heap->rank() : 0; }
+    int num_ranks() const { return comm ? heap->num_ranks() : 1; }
+};
+
+}  // namespace mok

@@ -1,0 +1,332 @@
+"""`torch.ops.mok.*` and `mok.moe`, the differentiable function made of them.
+
+    moe_forward    -> out, x_rows, gate, up, shared_gate, shared_up   (functional, autograd, fake)
+    moe_backward   -> one gradient per `mok.shapes.GRADIENT_ORDER`    (functional, fake)
+    moe_recompute  -> x_rows, gate, up, shared_gate, shared_up        (functional, fake)
+    moe_forward_out, moe_backward_out, moe_recompute_out              (raw, into given tensors)
+
+The functional ops allocate their results by the shape functions of `mok.shapes` and call the raw ones.
+A workspace enters by its name: schemas hold no handles and no process groups. Every rank of the
+workspace's group must make the same calls in the same order.
+
+Legend: T tokens of this rank, K experts per token, E experts in all R ranks, H hidden, I
+intermediate, J the shared expert's intermediate size.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mok import _group, _native, errors, workspace
+from mok.shapes import (
+    GRADIENT_ORDER,
+    PAD,
+    LayerSettings,
+    LayerTensors,
+    check_layer,
+    default_ring_rows,
+    empty_backward,
+    empty_forward,
+    empty_recompute,
+    gradient_bits,
+)
+
+_native.load()
+
+_TENSORS = (
+    "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate, Tensor w_up, Tensor w_down, "
+    "Tensor? b_gate, Tensor? b_up, Tensor? b_down, Tensor? shared_gate, Tensor? shared_up, "
+    "Tensor? shared_down, Tensor? shared_weight"
+)
+_NUM_TENSORS = len(LayerTensors.__dataclass_fields__)
+_SETTINGS = (
+    "str workspace, int num_experts, SymInt max_tokens, SymInt ring_rows, str activation, "
+    "float? swiglu_limit, str save, int gradients"
+)
+_NUM_SAVED = 5
+
+_library = torch.library.Library("mok", "FRAGMENT")
+_tags = (torch.Tag.pt2_compliant_tag,)
+_library.define(
+    f"moe_forward({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=_tags,
+)
+_library.define(f"moe_recompute({_TENSORS}, {_SETTINGS}) -> Tensor[]", tags=_tags)
+_library.define(
+    f"moe_backward(Tensor grad_output, {_TENSORS}, Tensor[] saved, {_SETTINGS}) -> Tensor[]",
+    tags=_tags,
+)
+
+
+def moe(
+    x_TH: Tensor,
+    topk_ids_TK: Tensor,
+    topk_weights_TK: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    *,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    shared: tuple[Tensor, Tensor, Tensor] | None = None,
+    shared_weight_T: Tensor | None = None,
+    activation: str = "swiglu",
+    swiglu_limit: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    max_tokens: int | None = None,
+    save: str = "gate_up",
+    ring_rows: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """A whole expert-parallel MoE layer: out_t = w_s shared(x_t) + sum_k w_tk expert_{id_tk}(x_t).
+
+    An expert is down(act(gate(x), up(x))). Differentiable in x, topk_weights, shared_weight_T and
+    every weight and bias; bitwise deterministic; a token's result does not depend on the other
+    tokens, on R, on `ring_rows` or on `save`. All ranks of `group` must call it in the same order.
+
+    Args:
+        x_TH: this rank's tokens [T, H], BF16 or FP32 (the compute dtype), T = 0 included.
+        topk_ids_TK: expert of each route [T, K], int32 or int64; -1 or >= E is no route.
+        topk_weights_TK: its weight [T, K], any floating dtype (used in FP32).
+        w_gate, w_up: this rank's experts [E/R, I, H]; expert e lives on rank e // (E/R). BF16, or
+            FP32: cast per call, with unrounded FP32 gradients. Any view whose last dimension is
+            contiguous. H and I are multiples of 8.
+        w_down: [E/R, H, I].
+        b_gate, b_up: biases [E/R, I]. b_down: [E/R, H].
+        shared: a shared expert's (gate [J, H], up [J, H], down [H, J]).
+        shared_weight_T: its weight per token [T]; None is 1.
+        activation: "swiglu": silu(g) u, clamped where swiglu_limit is given; "gpt_oss":
+            g sigmoid(1.702 g) (u + 1) with clamps at swiglu_limit (7).
+        group: the expert-parallel process group; None is one rank.
+        max_tokens: the largest T any rank will pass. None: with one rank no limit; with a group the
+            largest T of the first call with these sizes, by one collective.
+        save: what forward keeps for backward: "all" (dispatched x, gate, up), "gate_up", "none".
+        ring_rows: rows of the ring, rounded up to a multiple of 128; more rows are processed in
+            chunks. None is 1.25 max_tokens K plus 128 per local expert, at most the worst case.
+        backend: "auto" or "cpu" (this build has no other).
+
+    Returns:
+        out [T, H] in x's dtype.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the peers raise PeerAbortedError with the
+            reason. NotImplementedError: CUDA tensors, or a backend this build lacks.
+        mok.PeerTimeoutError, mok.PeerAbortedError: a peer did not come, or left with an error.
+    """
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    group = None if num_ranks == 1 else group
+    if backend not in ("auto", "cpu"):
+        raise NotImplementedError(
+            f"backend {backend!r} is not in this build of mok: use 'auto' or 'cpu'."
+        )
+    num_experts = w_gate.shape[0] * num_ranks
+    hidden, top_k = x_TH.shape[-1], topk_ids_TK.shape[-1]
+    if group is None:
+        max_tokens = x_TH.shape[0] if max_tokens is None else max_tokens
+        name = workspace.LOCAL
+    else:
+        if max_tokens is None:
+            max_tokens = _agreed_max_tokens(group, x_TH, hidden, top_k)
+        name = _declare(group.group_name, max_tokens, hidden, top_k, x_TH.dtype)
+    if ring_rows is None:
+        ring_rows = default_ring_rows(num_ranks, num_experts, top_k, max_tokens)
+    else:
+        ring_rows = max(1, -(-ring_rows // PAD)) * PAD
+    shared_gate, shared_up, shared_down = (None, None, None) if shared is None else shared
+    tensors = LayerTensors(
+        x_TH,
+        topk_ids_TK.contiguous(),
+        topk_weights_TK.float().contiguous(),
+        w_gate,
+        w_up,
+        w_down,
+        b_gate,
+        b_up,
+        b_down,
+        shared_gate,
+        shared_up,
+        shared_down,
+        None if shared_weight_T is None else shared_weight_T.float().contiguous(),
+    )
+    wanted = set()
+    if torch.is_grad_enabled():
+        for tensor_name in GRADIENT_ORDER:
+            tensor = getattr(tensors, tensor_name)
+            if tensor is not None and tensor.requires_grad:
+                wanted.add(tensor_name)
+    settings = LayerSettings(
+        name,
+        num_experts,
+        max_tokens,
+        ring_rows,
+        activation,
+        None if swiglu_limit is None else float(swiglu_limit),
+        save if wanted else "none",
+        gradient_bits(wanted),
+    )
+    return torch.ops.mok.moe_forward(*tensors.in_order(), *settings.in_order())[0]
+
+
+@torch.compiler.assume_constant_result
+def _declare(group_name: str, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> str:
+    return workspace.declare(
+        _group.resolve_group(group_name),
+        max_tokens=max_tokens,
+        hidden_size=hidden,
+        top_k=top_k,
+        dtype=dtype,
+    )
+
+
+def _agreed_max_tokens(group: dist.ProcessGroup, x_TH: Tensor, hidden: int, top_k: int) -> int:
+    """What the first call of these sizes over this group agreed on."""
+    group_name = group.group_name
+    key = f"moe/{group_name}/H{hidden}/K{top_k}"
+    agreed = _group.agreed_max_tokens(key)
+    if agreed is None:
+        if torch.compiler.is_compiling():
+            _group.agree_at_trace_time(key, group_name, x_TH)
+        else:
+            _group.agree_max_tokens(key, group_name, x_TH.shape[0])
+        agreed = _group.agreed_max_tokens(key)
+    return agreed
+
+
+def _run(settings: LayerSettings, prepare, call):
+    """prepare() checks and allocates; call(prepared) runs the raw op. A rank that fails before its
+    peers are involved tells them first, so that they do not wait for it."""
+    workspace.ensure(settings.workspace)
+    try:
+        prepared = prepare()
+    except Exception as error:
+        workspace.abort(settings.workspace, str(error))
+        raise
+    try:
+        call(prepared)
+    except RuntimeError as error:
+        translated = errors.translate(error)
+        if translated is error:
+            raise
+        raise translated from None
+    return prepared
+
+
+def _check_device(tensors: LayerTensors) -> None:
+    if tensors.x.device.type != "cpu":
+        raise NotImplementedError(
+            f"x is on {tensors.x.device}: this build of mok runs on CPU tensors only; its CUDA "
+            "kernels come with a later version."
+        )
+
+
+def _prepare(tensors: LayerTensors, settings: LayerSettings, make):
+    def prepare():
+        _check_device(tensors)
+        check_layer(tensors, settings)
+        return make(tensors, settings)
+
+    return prepare
+
+
+def _forward(*args):
+    tensors, settings = LayerTensors(*args[:_NUM_TENSORS]), LayerSettings(*args[_NUM_TENSORS:])
+    return _run(
+        settings,
+        _prepare(tensors, settings, empty_forward),
+        lambda results: torch.ops.mok.moe_forward_out(*args, results[0], list(results[1:])),
+    )
+
+
+def _recompute(*args):
+    tensors, settings = LayerTensors(*args[:_NUM_TENSORS]), LayerSettings(*args[_NUM_TENSORS:])
+    return _run(
+        settings,
+        _prepare(tensors, settings, empty_recompute),
+        lambda results: torch.ops.mok.moe_recompute_out(*args, results),
+    )
+
+
+def _backward(grad_output, *args):
+    tensors, saved = LayerTensors(*args[:_NUM_TENSORS]), args[_NUM_TENSORS]
+    settings = LayerSettings(*args[_NUM_TENSORS + 1 :])
+    return _run(
+        settings,
+        _prepare(tensors, settings, empty_backward),
+        lambda results: torch.ops.mok.moe_backward_out(grad_output, *args, False, results),
+    )
+
+
+def _forward_fake(*args):
+    tensors, settings = LayerTensors(*args[:_NUM_TENSORS]), LayerSettings(*args[_NUM_TENSORS:])
+    check_layer(tensors, settings)
+    return empty_forward(tensors, settings)
+
+
+def _recompute_fake(*args):
+    tensors, settings = LayerTensors(*args[:_NUM_TENSORS]), LayerSettings(*args[_NUM_TENSORS:])
+    check_layer(tensors, settings)
+    return empty_recompute(tensors, settings)
+
+
+def _backward_fake(grad_output, *args):
+    return empty_backward(
+        LayerTensors(*args[:_NUM_TENSORS]), LayerSettings(*args[_NUM_TENSORS + 1 :])
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    tensors, settings = LayerTensors(*inputs[:_NUM_TENSORS]), LayerSettings(*inputs[_NUM_TENSORS:])
+    saved = output[1:]
+    ctx.mark_non_differentiable(*saved)
+    ctx.set_materialize_grads(False)
+    present = [tensor for tensor in tensors.in_order() if tensor is not None]
+    ctx.save_for_backward(*present, *saved)
+    ctx.is_present = [tensor is not None for tensor in tensors.in_order()]
+    ctx.settings = settings
+
+
+def _autograd(ctx, grad_output, *_grads_of_saved):
+    none = [None] * (_NUM_TENSORS + len(LayerSettings.__dataclass_fields__))
+    if grad_output is None:
+        return tuple(none)
+    stored = list(ctx.saved_tensors)
+    saved = stored[len(stored) - _NUM_SAVED :]
+    remaining = iter(stored)
+    args = [next(remaining) if present else None for present in ctx.is_present]
+    names = list(LayerTensors.__dataclass_fields__)
+    wanted = {name for name, needed in zip(names, ctx.needs_input_grad) if needed}
+    settings = LayerSettings(
+        **{**vars(ctx.settings), "gradients": gradient_bits(wanted & set(GRADIENT_ORDER))}
+    )
+    results = torch.ops.mok.moe_backward(
+        grad_output.contiguous(), *args, saved, *settings.in_order()
+    )
+    for name, gradient in zip(GRADIENT_ORDER, results):
+        if name in wanted:
+            none[names.index(name)] = gradient
+    return tuple(none)
+
+
+def _no_double_backward(ctx, *_grads):
+    raise RuntimeError(
+        "mok.moe is differentiable once: its backward has no derivative, so gradients of gradients "
+        "(create_graph=True followed by a second backward) are not available."
+    )
+
+
+for _name, _implementation, _fake in (
+    ("moe_forward", _forward, _forward_fake),
+    ("moe_recompute", _recompute, _recompute_fake),
+    ("moe_backward", _backward, _backward_fake),
+):
+    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mok::{_name}", _fake, lib=_library)
+    # Inductor would delete the forward of a rank whose output is unused or empty (T = 0) while its
+    # peers still run theirs and wait.
+    torch.fx.node.has_side_effect(getattr(torch.ops.mok, _name).default)
+
+torch.library.register_autograd(
+    "mok::moe_forward", _autograd, setup_context=_setup_context, lib=_library
+)
+torch.library.register_autograd("mok::moe_backward", _no_double_backward, lib=_library)

@@ -1,0 +1,241 @@
+"""Sizes of one layer call, and the shapes of what its ops return.
+
+One shape function per op serves the real op, the fake op and the tests. All sizes but T may be
+taken as constants; T (and what follows from it) may be symbolic.
+
+Legend: T tokens of this rank, K experts per token, E experts in all R ranks, H hidden, I
+intermediate, J the shared expert's intermediate size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PAD = 128
+"""Rows a segment (the rows of one local expert) is padded to; mok._C.DEFAULT_PAD."""
+
+SAVE_POLICIES = ("all", "gate_up", "none")
+ACTIVATIONS = ("swiglu", "gpt_oss")
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """The tensors of one call, in the order of the ops' schemas."""
+
+    x: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    w_gate: Tensor
+    w_up: Tensor
+    w_down: Tensor
+    b_gate: Tensor | None = None
+    b_up: Tensor | None = None
+    b_down: Tensor | None = None
+    shared_gate: Tensor | None = None
+    shared_up: Tensor | None = None
+    shared_down: Tensor | None = None
+    shared_weight: Tensor | None = None
+
+    def in_order(self) -> tuple[Tensor | None, ...]:
+        return tuple(vars(self).values())
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """The settings of one call, in the order of the ops' schemas."""
+
+    workspace: str
+    num_experts: int
+    max_tokens: int
+    ring_rows: int
+    activation: str
+    swiglu_limit: float | None
+    save: str
+    gradients: int
+
+    def in_order(self) -> tuple:
+        return tuple(vars(self).values())
+
+
+# The tensors that can have a gradient, in the order of the `gradients` bits and of moe_backward's
+# results.
+GRADIENT_ORDER = (
+    "x",
+    "topk_weights",
+    "shared_weight",
+    "w_gate",
+    "w_up",
+    "w_down",
+    "b_gate",
+    "b_up",
+    "b_down",
+    "shared_gate",
+    "shared_up",
+    "shared_down",
+)
+
+
+def gradient_bits(wanted: set[str]) -> int:
+    """The `gradients` mask: bit i stands for GRADIENT_ORDER[i]."""
+    return sum(1 << bit for bit, name in enumerate(GRADIENT_ORDER) if name in wanted)
+
+
+def worst_case_rows(num_ranks: int, num_experts: int, top_k: int, max_tokens: int) -> int:
+    """Padded rows of a rank when every route of every rank lands on it, in the least favourable
+    split over its experts."""
+    routes = num_ranks * max_tokens * top_k
+    segments = torch.sym_min(routes, num_experts // num_ranks)
+    return (routes + segments * (PAD - 1)) // PAD * PAD
+
+
+def default_ring_rows(num_ranks: int, num_experts: int, top_k: int, max_tokens: int) -> int:
+    """1.25 x max_tokens x K plus one pad per local expert, at most the worst case."""
+    routes = max_tokens * top_k
+    wanted = ((5 * routes + 3) // 4 + PAD - 1) // PAD * PAD + PAD * (num_experts // num_ranks)
+    worst = worst_case_rows(num_ranks, num_experts, top_k, max_tokens)
+    return torch.sym_max(torch.sym_min(wanted, worst), PAD)
+
+
+def context_shapes(tensors: LayerTensors, settings: LayerSettings) -> list[tuple[int, ...]]:
+    """Shapes of x_rows, gate, up [save_rows, .] and shared_gate, shared_up [T, J]: what backward
+    needs, independent of routing. A tensor that the policy does not keep has 0 rows."""
+    num_local, intermediate, hidden = tensors.w_gate.shape
+    shared = tensors.shared_gate.shape[0] if tensors.shared_gate is not None else 0
+    num_ranks = settings.num_experts // num_local
+    top_k = tensors.topk_ids.shape[1]
+    rows = tokens = 0
+    if settings.save != "none":
+        worst = worst_case_rows(num_ranks, settings.num_experts, top_k, settings.max_tokens)
+        rows = torch.sym_min(settings.ring_rows, worst)
+        tokens = tensors.x.shape[0] if shared else 0
+    return [
+        (rows if settings.save == "all" else 0, hidden),
+        (rows, intermediate),
+        (rows, intermediate),
+        (tokens, shared),
+        (tokens, shared),
+    ]
+
+
+def empty_forward(tensors: LayerTensors, settings: LayerSettings) -> tuple[Tensor, ...]:
+    """moe_forward's results, unfilled: out [T, H] and the context, in x's dtype."""
+    x = tensors.x
+    return (x.new_empty(x.shape), *empty_recompute(tensors, settings))
+
+
+def empty_recompute(tensors: LayerTensors, settings: LayerSettings) -> list[Tensor]:
+    """moe_recompute's results, unfilled: the context, in x's dtype."""
+    return [tensors.x.new_empty(shape) for shape in context_shapes(tensors, settings)]
+
+
+def empty_backward(tensors: LayerTensors, settings: LayerSettings) -> list[Tensor]:
+    """moe_backward's results, unfilled: one per GRADIENT_ORDER, of the tensor's own shape and dtype,
+    contiguous; without elements where the gradient is not asked for."""
+    results = []
+    for bit, name in enumerate(GRADIENT_ORDER):
+        tensor = getattr(tensors, name)
+        if tensor is None:
+            tensor = tensors.x
+            results.append(tensor.new_empty(0))
+        else:
+            wanted = settings.gradients >> bit & 1
+            results.append(tensor.new_empty(tensor.shape if wanted else 0))
+    return results
+
+
+def check_layer(tensors: LayerTensors, settings: LayerSettings) -> None:
+    """Raises ValueError or TypeError, in one sentence, for arguments no layer call can have."""
+    x, ids = tensors.x, tensors.topk_ids
+    _check_dims("x", x, "[T, H]", 2)
+    _check_dims("topk_ids", ids, "[T, K]", 2)
+    _check_dims("w_gate", tensors.w_gate, "[E/R, I, H]", 3)
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"x is {x.dtype}: mok computes in torch.float32 or torch.bfloat16.")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"topk_ids is {ids.dtype}: expert ids are torch.int32 or torch.int64.")
+    num_tokens, hidden = x.shape
+    top_k = ids.shape[1]
+    num_local, intermediate, _ = tensors.w_gate.shape
+    if settings.num_experts % num_local:
+        raise ValueError(
+            f"num_experts is {settings.num_experts}: it must be a multiple of the {num_local} "
+            "experts in w_gate."
+        )
+    if not 1 <= top_k <= settings.num_experts:
+        raise ValueError(
+            f"topk_ids has K = {top_k} choices per token: K must be at least 1 and at most the "
+            f"number of experts ({settings.num_experts})."
+        )
+    expected = {
+        "topk_ids": (num_tokens, top_k),
+        "topk_weights": (num_tokens, top_k),
+        "w_gate": (num_local, intermediate, hidden),
+        "w_up": (num_local, intermediate, hidden),
+        "w_down": (num_local, hidden, intermediate),
+        "b_gate": (num_local, intermediate),
+        "b_up": (num_local, intermediate),
+        "b_down": (num_local, hidden),
+    }
+    if tensors.shared_gate is not None:
+        _check_dims("shared[0] (gate)", tensors.shared_gate, "[J, H]", 2)
+        shared = tensors.shared_gate.shape[0]
+        expected["shared_gate"] = (shared, hidden)
+        expected["shared_up"] = (shared, hidden)
+        expected["shared_down"] = (hidden, shared)
+        expected["shared_weight"] = (num_tokens,)
+        _check_width("the shared expert's width J", shared)
+    elif tensors.shared_weight is not None:
+        raise ValueError("shared_weight_T was passed without a shared expert: pass shared too.")
+    _check_width("the hidden size H", hidden)
+    _check_width("the intermediate size I", intermediate)
+    for name, shape in expected.items():
+        tensor = getattr(tensors, name)
+        if tensor is None:
+            continue
+        _check_tensor(name, tensor, shape, x)
+    if settings.activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {settings.activation!r}: it must be one of {ACTIVATIONS}.")
+    if settings.save not in SAVE_POLICIES:
+        raise ValueError(f"save is {settings.save!r}: it must be one of {SAVE_POLICIES}.")
+    if settings.swiglu_limit is not None and not settings.swiglu_limit > 0:
+        raise ValueError(
+            f"swiglu_limit is {settings.swiglu_limit}: it must be positive, or None for no limit."
+        )
+
+
+def _check_dims(name: str, tensor: Tensor, form: str, dims: int) -> None:
+    if tensor.dim() != dims:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: it must be {form}.")
+
+
+def _check_width(name: str, value: int) -> None:
+    if value < 8 or value % 8:
+        raise ValueError(f"{name} is {value}: it must be a positive multiple of 8.")
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}: x and the other arguments ask for {shape}."
+        )
+    if tensor.device != x.device:
+        raise ValueError(f"{name} is on {tensor.device} and x on {x.device}: use one device.")
+    if name == "topk_ids":
+        return
+    if name in ("topk_weights", "shared_weight"):
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"{name} is {tensor.dtype}: the op takes torch.float32.")
+        return
+    if tensor.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"{name} is {tensor.dtype}: weights are torch.float32 or torch.bfloat16.")
+    if x.dtype == torch.float32 and tensor.dtype == torch.bfloat16:
+        raise TypeError(
+            f"{name} is torch.bfloat16 and x torch.float32: cast x to torch.bfloat16, or keep the "
+            "weights in torch.float32."
+        )
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} has stride {tensor.stride(-1)} in its last dimension: it must be contiguous "
+            "there; other dimensions may have any stride."
+        )
