@@ -111,8 +111,9 @@ class _Numerics:
         """p, dp/dg and dp/du at the (rounded) g and u."""
         inside_g = inside_u = True
         if limit is not None:
-            inside_g = g.to(self.mask_dtype) <= limit
-            inside_u = u.to(self.mask_dtype).abs() <= limit
+            # Back in the wide dtype, because a BF16 tensor is compared with a rounded limit.
+            inside_g = g.to(self.mask_dtype).to(self.dtype) <= limit
+            inside_u = u.to(self.mask_dtype).to(self.dtype).abs() <= limit
             g, u = g.clamp(max=limit), u.clamp(-limit, limit)
         alpha, offset = (GPT_OSS_ALPHA, 1.0) if activation == "gpt_oss" else (1.0, 0.0)
         s = torch.sigmoid(alpha * g)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch._dynamo.comptime import comptime
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from mok.errors import PeerAbortedError
+from mok import workspace
+from mok.errors import PeerAbortedError, WorkspaceClosedError
 
 _agreed_max_tokens: dict[str, int] = {}
 
@@ -57,6 +58,46 @@ def agree_max_tokens(
             "number of tokens it would be: pass max_tokens"
         )
     _agreed_max_tokens[layer_key] = largest
+
+
+@torch.compiler.assume_constant_result
+def abort_call(
+    group_name: str,
+    max_tokens: int,
+    hidden_size: int,
+    top_k: int,
+    dtype: torch.dtype | None,
+    reason: str,
+) -> None:
+    """Makes the peers raise PeerAbortedError(reason) in the call that this rank cannot make.
+
+    dtype is the call's compute dtype; None if this rank does not know it: then it is taken from the
+    workspaces that the group works in.
+    """
+    names = {
+        each: workspace.declare(
+            resolve_group(group_name),
+            max_tokens=max_tokens,
+            hidden_size=hidden_size,
+            top_k=top_k,
+            dtype=each,
+        )
+        for each in (torch.bfloat16, torch.float32)
+    }
+    if dtype is None:
+        affected = [name for name in names.values() if _is_open(name)] or [names[torch.bfloat16]]
+    else:
+        affected = [names[dtype]]
+    for name in affected:
+        workspace.abort(name, reason)
+
+
+def _is_open(name: str) -> bool:
+    try:
+        workspace.get(name)
+    except WorkspaceClosedError:
+        return False
+    return True
 
 
 def agree_at_trace_time(layer_key: str, group_name: str, x_TH: torch.Tensor) -> None:

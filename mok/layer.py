@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mok import _group, ops, workspace
+from mok import _group, ops
 from mok._contract import activation_limit
 from mok.experts import Experts, SharedExpert, SharedExpertGate
 from mok.router import RouterOutput, SoftmaxTopKRouter
@@ -18,6 +18,7 @@ from mok.router import RouterOutput, SoftmaxTopKRouter
 SAVE_POLICIES = ("all", "gate_up", "none")
 BACKENDS = ("auto", "megakernel", "cpu", "collective")
 ROUTERS = ("softmax", None)
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class MoELayer(nn.Module):
@@ -114,7 +115,7 @@ class MoELayer(nn.Module):
         _check_choice("save", save, SAVE_POLICIES)
         _check_choice("backend", backend, BACKENDS)
         activation_limit(activation, swiglu_limit)
-        if dtype not in (torch.float32, torch.bfloat16):
+        if dtype not in COMPUTE_DTYPES:
             raise TypeError(f"dtype is {dtype}: parameters are torch.float32 or torch.bfloat16")
 
         self.hidden_size = hidden_size
@@ -191,7 +192,7 @@ class MoELayer(nn.Module):
             )
         except Exception as error:
             if self._group_name is not None:
-                self._tell_peers(str(error))
+                self._tell_peers(x, str(error))
             raise
         group, max_tokens = self._resolve_group(x_TH)
         shared = self.shared
@@ -240,12 +241,12 @@ class MoELayer(nn.Module):
 
     def _check_dtypes(self, x):
         weight_dtype = self.experts.w_gate.dtype
-        if weight_dtype not in (torch.float32, torch.bfloat16):
+        if weight_dtype not in COMPUTE_DTYPES:
             raise TypeError(
                 f"the layer's parameters are {weight_dtype}: they must be torch.float32 or "
                 "torch.bfloat16"
             )
-        if x.dtype not in (torch.float32, torch.bfloat16):
+        if x.dtype not in COMPUTE_DTYPES:
             raise TypeError(
                 f"x is {x.dtype}: the layer computes in torch.float32 or torch.bfloat16, so cast x "
                 "to one of them (or autocast to torch.bfloat16)"
@@ -309,12 +310,20 @@ class MoELayer(nn.Module):
             max_tokens = _group.agreed_max_tokens(self._key)
         return _group.resolve_group(self._group_name), max_tokens
 
-    def _tell_peers(self, reason):
+    def _tell_peers(self, x, reason):
         """Ends the peers' call with `mok.PeerAbortedError`, wherever they wait in it."""
-        if self.max_tokens is None and _group.agreed_max_tokens(self._key) is None:
+        max_tokens = self.max_tokens
+        if max_tokens is None:
+            max_tokens = _group.agreed_max_tokens(self._key)
+        if max_tokens is None:
             _group.agree_max_tokens(self._key, self._group_name, 0, reason)
-        else:
-            workspace.abort(self._group_name, reason)
+            return
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        if dtype not in COMPUTE_DTYPES:
+            dtype = None
+        _group.abort_call(self._group_name, max_tokens, self.hidden_size, self.top_k, dtype, reason)
 
     def extra_repr(self) -> str:
         parts = [

@@ -41,7 +41,8 @@ class _Clamp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, value, low, high, mask_dtype):
-        rounded = value.to(mask_dtype)
+        # Back in the wide dtype, because a BF16 tensor is compared with a rounded limit.
+        rounded = value.to(mask_dtype).to(value.dtype)
         ctx.save_for_backward((rounded >= low) & (rounded <= high))
         return value.clamp(low, high)
 
