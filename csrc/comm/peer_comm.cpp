@@ -27,16 +27,6 @@ double seconds_since(Clock::time_point start) {
     return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-double default_timeout() {
-    const char* text = std::getenv("MOK_TIMEOUT_S");
-    if (text == nullptr || *text == '\0') return kDefaultTimeout;
-    char* end = nullptr;
-    const double seconds = std::strtod(text, &end);
-    MOK_CHECK(*end == '\0' && seconds > 0 && seconds < 1e9, "MOK_TIMEOUT_S is '", text,
-              "', but it must be a positive number of seconds; correct or unset it.");
-    return seconds;
-}
-
 int usable_cores() {
     cpu_set_t cores;
     return sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
@@ -89,6 +79,16 @@ PeerComm::PeerComm(char* my_window, int64_t stride, int rank, int num_ranks)
     MOK_CHECK(num_ranks == 1 || stride >= control_bytes(num_ranks), "stride is ", stride,
               " bytes, but the control block alone takes ", control_bytes(num_ranks), ".");
     spin_seconds_ = num_ranks <= usable_cores() ? kSpin : 0.0;
+}
+
+double PeerComm::default_timeout() {
+    const char* text = std::getenv("MOK_TIMEOUT_S");
+    if (text == nullptr || *text == '\0') return kDefaultTimeout;
+    char* end = nullptr;
+    const double seconds = std::strtod(text, &end);
+    MOK_CHECK(*end == '\0' && seconds > 0 && seconds < 1e9, "MOK_TIMEOUT_S is '", text,
+              "', but it must be a positive number of seconds; correct or unset it.");
+    return seconds;
 }
 
 void PeerComm::set_timeout(double seconds) {

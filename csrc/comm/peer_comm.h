@@ -56,7 +56,9 @@ class PeerComm {
 
     static int64_t control_bytes(int num_ranks) { return control_block_bytes(num_ranks); }
 
-    /// Seconds that one barrier may wait; at first MOK_TIMEOUT_S, else 600.
+    /// MOK_TIMEOUT_S, else 600; throws std::invalid_argument if it is no positive number.
+    static double default_timeout();
+    /// Seconds that one barrier may wait; at first default_timeout().
     void set_timeout(double seconds);
     double timeout() const { return timeout_; }
 

@@ -59,7 +59,11 @@ void check_received(int fd, int peer, int64_t bytes) {
 }  // namespace
 
 SymmHeap::SymmHeap(int rank, int num_ranks, int64_t fixed_bytes, int64_t arena_bytes)
-    : rank_(rank), num_ranks_(num_ranks), fixed_bytes_(fixed_bytes), arena_bytes_(arena_bytes) {
+    : rank_(rank),
+      num_ranks_(num_ranks),
+      fixed_bytes_(fixed_bytes),
+      arena_bytes_(arena_bytes),
+      owner_(getpid()) {
     MOK_CHECK(num_ranks >= 1 && num_ranks <= kMaxGroupRanks, "num_ranks is ", num_ranks,
               ", but a group has 1 to ", kMaxGroupRanks, " ranks.");
     MOK_CHECK(rank >= 0 && rank < num_ranks, "rank is ", rank, ", but must be in [0, ", num_ranks, ").");
@@ -111,7 +115,7 @@ void SymmHeap::connect(const std::vector<std::string>& addresses, double timeout
 
 void SymmHeap::require_open() const {
     if (closed_) throw WorkspaceClosed("the symmetric heap was used after close; create a new workspace.");
-    if (!mapping_->is_ours()) {
+    if (!in_owner_process()) {
         throw WorkspaceClosed(
             "a forked process cannot use its parent's symmetric heap; create a workspace of its own.");
     }

@@ -10,6 +10,9 @@
 // mapped.
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -41,6 +44,8 @@ class SymmHeap {
     int64_t stride() const { return fixed_bytes_ + arena_bytes_; }
     const char* backing() const { return num_ranks_ == 1 ? "memory" : "memfd"; }
     bool closed() const { return closed_; }
+    /// False after a fork, in the child: nothing of the heap is mapped there.
+    bool in_owner_process() const { return getpid() == owner_; }
 
     /// Throws WorkspaceClosed after close, before connect, and in a process forked from the one that owns the
     /// heap.
@@ -78,6 +83,7 @@ class SymmHeap {
     std::unique_ptr<FdExchange> exchange_;
     std::shared_ptr<Mapping> mapping_;
     std::shared_ptr<Arena> arena_;
+    pid_t owner_;
     char* base_ = nullptr;  // the own window
     bool connected_ = false;
     bool closed_ = false;

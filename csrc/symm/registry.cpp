@@ -1,0 +1,121 @@
+#include "csrc/symm/registry.h"
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "csrc/layout/check.h"
+#include "csrc/symm/workspace.h"
+
+namespace mok {
+namespace {
+
+struct Registry {
+    std::mutex mutex;
+    std::map<std::string, std::shared_ptr<Workspace>> by_name;
+};
+
+// Never destroyed: ops may run while the process ends.
+Registry& registry() {
+    static Registry& instance = *new Registry;
+    return instance;
+}
+
+void require_open(const Workspace& workspace) {
+    if (workspace.closed) {
+        throw WorkspaceClosed(concat("workspace ", workspace.name, " is closed; create a new one."));
+    }
+    if (workspace.heap && !workspace.heap->in_owner_process()) {
+        throw WorkspaceClosed(
+            concat("workspace ", workspace.name,
+                   " belongs to the process this one was forked from; create one of its own."));
+    }
+}
+
+}  // namespace
+
+std::shared_ptr<Workspace> create_workspace(const WorkspaceSpec& spec) {
+    auto workspace = std::make_shared<Workspace>();
+    workspace->name = spec.name;
+    workspace->max_tokens = spec.max_tokens;
+    workspace->hidden = spec.hidden;
+    workspace->top_k = spec.top_k;
+    workspace->dtype = spec.dtype;
+    int64_t fixed_bytes = 1;  // one rank passes its tensors by pointer: the heap is its arena
+    if (spec.num_ranks > 1) {
+        workspace->layout = window_layout(PeerComm::control_bytes(spec.num_ranks), spec.max_tokens,
+                                          spec.top_k, spec.hidden, spec.dtype);
+        fixed_bytes = workspace->layout.bytes;
+    }
+    workspace->heap = std::make_unique<SymmHeap>(spec.rank, spec.num_ranks, fixed_bytes, spec.arena_bytes);
+    return workspace;
+}
+
+void connect_workspace(Workspace& workspace, const std::vector<std::string>& addresses, double timeout_s) {
+    SymmHeap& heap = *workspace.heap;
+    heap.connect(addresses, timeout_s);
+    if (heap.num_ranks() > 1) {
+        workspace.comm = std::make_unique<PeerComm>(heap.window(heap.rank()), heap.stride(), heap.rank(),
+                                                    heap.num_ranks());
+    }
+}
+
+void register_workspace(std::shared_ptr<Workspace> workspace) {
+    Registry& all = registry();
+    const std::lock_guard lock(all.mutex);
+    const std::string name = workspace->name;
+    MOK_CHECK(all.by_name.emplace(name, std::move(workspace)).second, "name is '", name,
+              "', but an open workspace has it already; close that one first.");
+}
+
+std::shared_ptr<Workspace> find_workspace(const std::string& name) {
+    Registry& all = registry();
+    const std::lock_guard lock(all.mutex);
+    const auto found = all.by_name.find(name);
+    if (found == all.by_name.end()) {
+        throw WorkspaceClosed(
+            concat("no open workspace is named '", name, "'; it was closed or never created."));
+    }
+    return found->second;
+}
+
+void abort_workspace(Workspace& workspace, const std::string& reason) {
+    require_open(workspace);
+    const std::lock_guard lock(workspace.mutex);
+    require_open(workspace);
+    if (!workspace.comm) return;
+    if (!workspace.comm->in_call()) workspace.comm->begin_call();
+    workspace.comm->abort_call(reason);
+}
+
+void check_workspace(Workspace& workspace) {
+    require_open(workspace);
+    const std::lock_guard lock(workspace.mutex);
+    require_open(workspace);
+    if (workspace.comm) workspace.comm->check();
+}
+
+std::vector<int> close_workspace(Workspace& workspace, double seconds) {
+    {
+        Registry& all = registry();
+        const std::lock_guard lock(all.mutex);
+        const auto found = all.by_name.find(workspace.name);
+        if (found != all.by_name.end() && found->second.get() == &workspace) all.by_name.erase(found);
+    }
+    if (workspace.heap && !workspace.heap->in_owner_process()) return {};
+    std::unique_lock lock(workspace.mutex, std::defer_lock);
+    if (seconds > 0) {
+        lock.lock();
+    } else if (!lock.try_lock()) {
+        return {};
+    }
+    if (workspace.closed) return {};
+    workspace.closed = true;
+    std::vector<int> missing;
+    if (workspace.comm) missing = workspace.comm->close(seconds);
+    if (workspace.heap) workspace.heap->close();
+    workspace.scratch.release();
+    return missing;
+}
+
+}  // namespace mok
