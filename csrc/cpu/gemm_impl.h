@@ -16,7 +16,7 @@ constexpr int64_t kPanelWords = kBlockSteps * kTileRows + kLanes;
 /// Where the words of A lie: in rows (step pitch one word) or in panels (row pitch one word).
 enum class ALayout { kRows, kPanels };
 
-/// kRows x kTileColumns of C over `steps` steps. `a` may have any alignment (BF16 rows read in place).
+/// kRows x kTileColumns of C over `steps` (> 0) steps. `a` may have any alignment (BF16 rows read in place).
 template <bool kPairs, ALayout kLayout, int kRows>
 void tile(const char* a, int64_t a_row_bytes, const uint32_t* b, int64_t steps, float* c, int64_t ldc,
           bool accumulate) {
@@ -28,7 +28,8 @@ void tile(const char* a, int64_t a_row_bytes, const uint32_t* b, int64_t steps, 
             acc[i][v] = accumulate ? load(c + i * ldc + v * kLanes) : Floats{};
         }
     }
-    for (int64_t step = 0; step < steps; ++step) {
+    int64_t step = 0;
+    do {
         Words columns[kTileVectors];
 #pragma GCC unroll 16
         for (int v = 0; v < kTileVectors; ++v)
@@ -43,7 +44,7 @@ void tile(const char* a, int64_t a_row_bytes, const uint32_t* b, int64_t steps, 
                 acc[i][v] = multiply_add<kPairs>(factor, columns[v], acc[i][v]);
             }
         }
-    }
+    } while (++step < steps);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 16
@@ -111,11 +112,14 @@ void prepare_a(const Operand& a, int64_t i0, int64_t rows, int64_t m, int64_t k0
 template <bool kPairs>
 void multiply_tile(const ABlock& block, int64_t row, int64_t rows, const uint32_t* b, float* c, int64_t ldc,
                    bool accumulate) {
-    pick_tile<kPairs>(block.layout, rows)(block.data + row / kTileRows * block.panel_bytes, block.row_bytes,
-                                          b, block.steps, c, ldc, accumulate);
+    const char* a = block.data + row / kTileRows * block.panel_bytes;
+    if (!kPairs || block.steps > 0) {
+        pick_tile<kPairs>(block.layout, rows)(a, block.row_bytes, b, block.steps, c, ldc, accumulate);
+    }
     if (kPairs && block.has_odd) {
         const char* odd = reinterpret_cast<const char*>(block.odd + row);
-        pick_tile<kPairs>(ALayout::kPanels, rows)(odd, 0, b + block.steps * kTileColumns, 1, c, ldc, true);
+        const uint32_t* b_odd = b + block.steps * kTileColumns;
+        pick_tile<kPairs>(ALayout::kPanels, rows)(odd, 0, b_odd, 1, c, ldc, accumulate || block.steps > 0);
     }
 }
 

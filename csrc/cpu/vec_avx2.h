@@ -1,9 +1,18 @@
 // AVX2 + FMA: 8 lanes, BF16 factors are widened to FP32 while they are packed.
 #pragma once
 
-#include "csrc/cpu/vec_common.h"
+#include "csrc/cpu/vec_types.h"
 
 namespace mok::cpu::MOK_ISA {
+
+MOK_INLINE Words widen(Halves v) {
+    return (Words)_mm256_cvtepu16_epi32((__m128i)v);
+}
+/// Words below 2^16 only.
+MOK_INLINE Halves narrow(Words v) {
+    const __m256i packed = _mm256_packus_epi32((__m256i)v, (__m256i)v);  // within each 128-bit half
+    return (Halves)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
+}
 
 MOK_INLINE Floats fma(Floats a, Floats b, Floats c) {
     return _mm256_fmadd_ps(a, b, c);

@@ -1,55 +1,12 @@
-// The vector type every kernel is written in, over GCC vector extensions: kLanes FP32 lanes of the
-// instruction set that the including isa_*.cpp has switched on. Included after that file's target pragma,
-// hence inside its namespace (MOK_ISA), so that no two instruction sets share a symbol.
+// Loads, stores, rounding and shuffles over the primitives of vec_<instruction set>.h, which comes before it.
 //
 // A multiplication never feeds an addition except through fma() or madd(): the compiler then has no
 // contraction to choose, and the same formula has the same bits wherever it is inlined.
 #pragma once
 
-#if !defined(MOK_ISA) || !defined(MOK_LANES)
-#error "vec_common.h is included by isa_*.cpp only, which say what MOK_ISA and MOK_LANES are"
-#endif
-
-#define MOK_INLINE inline __attribute__((always_inline))
+#include "csrc/cpu/vec_types.h"
 
 namespace mok::cpu::MOK_ISA {
-
-constexpr int kLanes = MOK_LANES;
-
-typedef float Floats __attribute__((vector_size(4 * MOK_LANES)));
-typedef uint32_t Words __attribute__((vector_size(4 * MOK_LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * MOK_LANES)));
-typedef uint16_t Halves __attribute__((vector_size(2 * MOK_LANES)));
-
-MOK_INLINE Floats broadcast(float value) {
-    return Floats{} + value;
-}
-MOK_INLINE Words broadcast(uint32_t value) {
-    return Words{} + value;
-}
-
-MOK_INLINE Floats as_floats(Words v) {
-    return (Floats)v;
-}
-MOK_INLINE Words as_words(Floats v) {
-    return (Words)v;
-}
-
-template <typename Vector>
-MOK_INLINE Vector load_as(const void* p) {
-    Vector v;
-    __builtin_memcpy(&v, p, sizeof(v));
-    return v;
-}
-
-template <typename Vector>
-MOK_INLINE void store_as(void* p, Vector v) {
-    __builtin_memcpy(p, &v, sizeof(v));
-}
-
-MOK_INLINE Words widen(Halves v) {
-    return __builtin_convertvector(v, Words);
-}
 
 /// BF16 in the upper half of each word; the lower half is not cleared. As mok::round_to_bf16.
 MOK_INLINE Words round_words(Floats v) {
@@ -68,7 +25,7 @@ MOK_INLINE void store(float* p, Floats v) {
     store_as(p, v);
 }
 MOK_INLINE void store(bf16* p, Floats v) {
-    store_as(p, __builtin_convertvector(round_words(v) >> 16, Halves));
+    store_as(p, narrow(round_words(v) >> 16));
 }
 
 /// The value a store of type T keeps: rn(.) of the contract.
@@ -83,7 +40,20 @@ MOK_INLINE Floats round_to<bf16>(Floats v) {
     return as_floats(round_words(v) & 0xffff0000u);
 }
 
-/// The first `count` (<= kLanes) elements, zeros behind them; touches no other memory.
+/// A count of exactly kLanes elements, known to the compiler.
+struct Whole {};
+
+template <typename T>
+MOK_INLINE Floats load(const T* p, Whole) {
+    return load(p);
+}
+
+template <typename T>
+MOK_INLINE void store(T* p, Floats v, Whole) {
+    store(p, v);
+}
+
+/// The first `count` elements, zeros behind them; touches no other memory.
 template <typename T>
 MOK_INLINE Floats load(const T* p, int64_t count) {
     if (count >= kLanes) return load(p);

@@ -1,9 +1,17 @@
 // Plain C++ for any processor. MOK_PAIRS (isa_emulated.cpp) gives it the tile and the BF16 pairs of AVX-512.
 #pragma once
 
-#include "csrc/cpu/vec_common.h"
+#include "csrc/cpu/vec_types.h"
 
 namespace mok::cpu::MOK_ISA {
+
+MOK_INLINE Words widen(Halves v) {
+    return __builtin_convertvector(v, Words);
+}
+/// Words below 2^16 only.
+MOK_INLINE Halves narrow(Words v) {
+    return __builtin_convertvector(v, Halves);
+}
 
 /// One rounding, lane by lane: the chains whose bits the contract fixes.
 MOK_INLINE Floats fma(Floats a, Floats b, Floats c) {
