@@ -6,6 +6,7 @@ import importlib
 import os
 import pickle
 import signal
+import sys
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -94,11 +95,19 @@ def _run(job, rank: int, group) -> Returned | Raised:
         import torch
 
         torch.manual_seed(0)
+        _close_workspaces()
         function = getattr(importlib.import_module(module_name), function_name)
         value = function(rank, group, *args, **kwargs)
         return Returned(value)
     except BaseException as error:
         return Raised(_summary(error), traceback.format_exc())
+
+
+def _close_workspaces() -> None:
+    """Frees what earlier jobs left open. No rank is in a call: all have answered before."""
+    workspace = sys.modules.get("mok.workspace")
+    if workspace is not None:
+        workspace._close_all()
 
 
 def _summary(error: BaseException) -> str:

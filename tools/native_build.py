@@ -55,20 +55,27 @@ class Cuda:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Where to build from and to; `torch_home` is the installed torch package's folder."""
+    """Where to build from and to; `torch_home` is the installed torch package's folder.
+
+    Without a `torch_home` only the core library is built.
+    """
 
     root: Path
     build_dir: Path
-    torch_home: Path
+    torch_home: Path | None
     cuda: Cuda | None
     cxx: str = dataclasses.field(default_factory=lambda: os.environ.get("CXX", "g++"))
 
     @property
     def libraries(self) -> dict[str, Path]:
         """Name inside the package -> built file."""
-        suffix = sysconfig.get_config_var("EXT_SUFFIX")
-        names = ("libmok_core.so", f"_C{suffix}", "_ops.so")
+        names = ["libmok_core.so"]
+        if self.torch_home is not None:
+            names += [f"_C{sysconfig.get_config_var('EXT_SUFFIX')}", "_ops.so"]
         return {name: self.build_dir / name for name in names}
+
+    def object_file(self, source: Path) -> Path:
+        return self.build_dir / "obj" / f"{source.relative_to(self.root)}.o"
 
 
 def parse_archs(text: str) -> tuple[str, ...]:
@@ -119,6 +126,17 @@ def find_cuda(torch_cuda: str | None, env: Mapping[str, str]) -> tuple[Cuda | No
 def _detect_cuda(torch_cuda: str | None, env: Mapping[str, str]) -> tuple[Cuda | None, str]:
     if torch_cuda is None:
         return None, "the installed torch is a build without CUDA"
+    cuda, reason = find_toolkit(env)
+    if cuda is not None and cuda.version.split(".")[0] != torch_cuda.split(".")[0]:
+        return (
+            None,
+            f"nvcc is {cuda.version}, torch was built with CUDA {torch_cuda}: majors differ",
+        )
+    return cuda, reason
+
+
+def find_toolkit(env: Mapping[str, str]) -> tuple[Cuda | None, str]:
+    """The CUDA toolkit of CUDA_HOME or PATH, whatever torch is; or None and the reason."""
     on_path = shutil.which("nvcc", path=env.get("PATH"))
     if env.get("CUDA_HOME"):
         home = Path(env["CUDA_HOME"])
@@ -128,17 +146,12 @@ def _detect_cuda(torch_cuda: str | None, env: Mapping[str, str]) -> tuple[Cuda |
         return None, "no nvcc was found (CUDA_HOME is unset and PATH has none)"
     if not (home / "bin" / "nvcc").exists():
         return None, f"CUDA_HOME={home} has no bin/nvcc"
-    output = subprocess.run(
-        [home / "bin" / "nvcc", "--version"], capture_output=True, text=True
-    ).stdout
-    match = re.search(r"release (\d+)\.(\d+)", output)
+    version = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True)
+    match = re.search(r"release (\d+\.\d+)", version.stdout)
     if match is None:
         return None, f"{home}/bin/nvcc --version names no release"
-    version = f"{match[1]}.{match[2]}"
-    if match[1] != torch_cuda.split(".")[0]:
-        return None, f"nvcc is {version}, torch was built with CUDA {torch_cuda}: the majors differ"
     archs = parse_archs(env.get("MOK_CUDA_ARCHS", DEFAULT_CUDA_ARCHS))
-    return Cuda(home, version, archs), f"CUDA {version} at {home}"
+    return Cuda(home, match[1], archs), f"CUDA {match[1]} at {home}"
 
 
 def core_sources(root: Path) -> tuple[list[Path], list[Path]]:
@@ -223,54 +236,61 @@ def ninja_file(config: Config) -> str:
     if config.cuda is not None:
         nvcc = shlex.quote(str(config.cuda.nvcc)).replace("$", "$$")
         ninja.rule("nvcc", f"{nvcc} -MD -MF $out.d $flags -c $in -o $out", depfile=True)
+    cuda_sources = compiled_cuda_sources(config)
+    common = [f"-I{config.root}", *_cuda_defines(cuda_sources)]
 
-    cpp_sources, cu_sources = core_sources(config.root)
-    built = [
-        s for s in cu_sources if config.cuda is not None and source_archs(s, config.cuda.archs)
+    def compile_cpp(sources: Iterable[Path], flags: list[str]) -> list[Path]:
+        flags = cxx_flags() + common + flags
+        return [ninja.build(config.object_file(s), "cxx", [s], flags) for s in sources]
+
+    link_flags = [
+        *("-pthread", "-Wl,-rpath,$ORIGIN"),
+        *shlex.split(os.environ.get("LDFLAGS", "")),
     ]
-    defines = _cuda_defines(built)
-    include = [f"-I{config.root}"]
-
-    def compile_cpp(source: Path, flags: list[str]) -> Path:
-        out = config.build_dir / "obj" / f"{source.relative_to(config.root)}.o"
-        return ninja.build(out, "cxx", [source], cxx_flags() + include + defines + flags)
-
-    objects = [compile_cpp(source, []) for source in cpp_sources]
-    for source in built:
-        out = config.build_dir / "obj" / f"{source.relative_to(config.root)}.o"
-        flags = nvcc_flags(config, source) + include + defines + config.cuda.include_flags
-        objects.append(ninja.build(out, "nvcc", [source], flags))
-
-    core, python_module, torch_ops = config.libraries.values()
-    link_flags = ["-pthread", "-Wl,-rpath,$ORIGIN", *shlex.split(os.environ.get("LDFLAGS", ""))]
+    objects = compile_cpp(core_sources(config.root)[0], [])
     core_flags = ["-Wl,-soname,libmok_core.so", "-Wl,-z,defs", "-ldl", "-lrt"]
-    if built:
+    for source in cuda_sources:
+        flags = nvcc_flags(config, source) + common + config.cuda.include_flags
+        objects.append(ninja.build(config.object_file(source), "nvcc", [source], flags))
+    if cuda_sources:
         # The static runtime serves every torch of this CUDA major and needs no search path.
         core_flags = [f"-L{config.cuda.home / 'lib64'}", "-lcudart_static", *core_flags]
+    core, *modules = config.libraries.values()
     ninja.build(core, "link", objects, [*core_flags, *link_flags])
+    if config.torch_home is None:
+        return ninja.text()
 
-    bindings = config.root / "csrc" / "bindings"
-    torch_include = config.torch_home / "include"
-    python_include = sysconfig.get_paths()["include"]
-    flags = [
-        f"-isystem{torch_include}",
-        f"-isystem{python_include}",
-    ]  # torch ships pybind11's headers
-    objects = [compile_cpp(source, flags) for source in sorted((bindings / "python").glob("*.cpp"))]
+    python_module, torch_ops = modules
     link_core = [f"-L{config.build_dir}", "-lmok_core"]
+    torch_include = [f"-isystem{config.torch_home / 'include'}"]  # pybind11's headers are there too
+    bindings = config.root / "csrc" / "bindings"
+
+    flags = [*torch_include, f"-isystem{sysconfig.get_paths()['include']}"]
+    objects = compile_cpp(sorted((bindings / "python").glob("*.cpp")), flags)
     ninja.build(python_module, "link", objects, [*link_core, *link_flags], implicit=[core])
 
-    flags = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", f"-isystem{torch_include}"]
-    torch_libraries = ["-ltorch", "-ltorch_cpu"]
+    flags = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", *torch_include]
+    torch_libraries = [
+        f"-L{config.torch_home / 'lib'}",
+        "-Wl,--as-needed",
+        "-ltorch",
+        "-ltorch_cpu",
+    ]
     if config.cuda is not None:
         flags += ["-DUSE_CUDA", *config.cuda.include_flags]
         torch_libraries.append("-ltorch_cuda")
-    objects = [compile_cpp(source, flags) for source in sorted((bindings / "torch").glob("*.cpp"))]
-    torch_libraries = [f"-L{config.torch_home / 'lib'}", "-Wl,--as-needed", *torch_libraries]
-    ninja.build(
-        torch_ops, "link", objects, [*link_core, *torch_libraries, *link_flags], implicit=[core]
-    )
+    objects = compile_cpp(sorted((bindings / "torch").glob("*.cpp")), flags)
+    flags = [*link_core, *torch_libraries, *link_flags]
+    ninja.build(torch_ops, "link", objects, flags, implicit=[core])
     return ninja.text()
+
+
+def compiled_cuda_sources(config: Config) -> list[Path]:
+    """The CUDA sources that this build's architectures have a use for."""
+    if config.cuda is None:
+        return []
+    sources = core_sources(config.root)[1]
+    return [source for source in sources if source_archs(source, config.cuda.archs)]
 
 
 def _cuda_defines(cuda_sources: Iterable[Path]) -> list[str]:

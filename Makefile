@@ -1,0 +1,45 @@
+# make demo   sets everything up, then trains a small MoE transformer with mok and in plain PyTorch
+# make test   sets everything up, then runs the tests
+#
+# Both use .venv (VENV=... for another folder) and whatever torch >= 2.11 the machine's python3 has;
+# otherwise they install the one in constraints.txt. PYTHON=... chooses the interpreter.
+
+VENV ?= .venv
+PY = $(VENV)/bin/python
+
+.PHONY: demo test bench lint format wheel sdist environment build clean
+
+demo: build
+	@$(PY) examples/demo/train.py $(ARGS)
+
+# ARGS="-k plan" and the like go to pytest.
+test: build
+	@$(PY) -m pytest -q $(ARGS)
+
+bench: build
+	@$(PY) benchmarks/run.py $(ARGS)
+
+lint: environment
+	@VENV=$(VENV) tools/lint.sh check
+
+format: environment
+	@VENV=$(VENV) tools/lint.sh fix
+
+wheel: environment
+	@rm -rf build/lib.* build/bdist.* dist/*.whl
+	@$(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	@ls -1 dist/*.whl
+
+sdist: environment
+	@$(PY) setup.py --quiet sdist --dist-dir dist
+	@ls -1 dist/*.tar.gz
+
+environment:
+	@tools/setup_env.sh $(VENV)
+
+# An editable install; afterwards only what changed is compiled.
+build: environment
+	@tools/build_inplace.sh $(PY)
+
+clean:
+	rm -rf build dist mok.egg-info mok/*.so mok/_build_info.py
