@@ -2,9 +2,20 @@
 // factors and results as zero).
 #pragma once
 
-#include "csrc/cpu/vec_common.h"
+#include "csrc/cpu/vec_types.h"
 
 namespace mok::cpu::MOK_ISA {
+
+// GCC's unmasked forms warn of an uninitialised value of their own.
+constexpr __mmask16 kAll = 0xffff;
+
+MOK_INLINE Words widen(Halves v) {
+    return (Words)_mm512_maskz_cvtepu16_epi32(kAll, (__m256i)v);
+}
+/// Words below 2^16 only.
+MOK_INLINE Halves narrow(Words v) {
+    return (Halves)_mm512_maskz_cvtepi32_epi16(kAll, (__m512i)v);
+}
 
 MOK_INLINE Floats fma(Floats a, Floats b, Floats c) {
     return _mm512_fmadd_ps(a, b, c);
