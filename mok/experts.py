@@ -29,6 +29,7 @@ class Experts(nn.Module):
         self.register_parameter("b_gate", parameter(intermediate_size) if bias else None)
         self.register_parameter("b_up", parameter(intermediate_size) if bias else None)
         self.register_parameter("b_down", parameter(hidden_size) if bias else None)
+        self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -67,6 +68,7 @@ class SharedExpert(nn.Module):
         self.w_gate = parameter(intermediate_size, hidden_size)
         self.w_up = parameter(intermediate_size, hidden_size)
         self.w_down = parameter(hidden_size, intermediate_size)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """As `nn.Linear`, from the default generator."""
@@ -84,6 +86,7 @@ class SharedExpertGate(nn.Module):
     def __init__(self, hidden_size, device, dtype):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, hidden_size, device=device, dtype=dtype))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """As `nn.Linear`, from the default generator."""

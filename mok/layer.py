@@ -152,7 +152,6 @@ class MoELayer(nn.Module):
             self.shared = SharedExpert(hidden_size, shared_intermediate_size, device, dtype)
         if shared_gate:
             self.shared_gate = SharedExpertGate(hidden_size, device, dtype)
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Fresh weights as of construction; call it after `to_empty` of a meta-device layer."""
