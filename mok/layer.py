@@ -213,6 +213,7 @@ class MoELayer(nn.Module):
             save=self.save,
             ring_rows=self.ring_rows,
             backend=self.backend,
+            layer_key=self._key,
         )
         out = out_TH.reshape(x.shape)
         return (out, router_output) if return_router_output else out

@@ -78,6 +78,7 @@ def moe(
     save: str = "gate_up",
     ring_rows: int | None = None,
     backend: str = "auto",
+    layer_key: str | None = None,
 ) -> Tensor:
     """A whole expert-parallel MoE layer: out_t = w_s shared(x_t) + sum_k w_tk expert_{id_tk}(x_t).
 
@@ -105,6 +106,9 @@ def moe(
         ring_rows: rows of the ring, rounded up to a multiple of 128; more rows are processed in
             chunks. None is 1.25 max_tokens K plus 128 per local expert, at most the worst case.
         backend: "auto" or "cpu" (this build has no other).
+        layer_key: who calls. A caller with a key stays with the workspaces of its first calls, and
+            raises WorkspaceClosedError once they are closed; without one, closed workspaces are
+            replaced by new ones.
 
     Returns:
         out [T, H] in x's dtype.
@@ -124,11 +128,11 @@ def moe(
     hidden, top_k = x_TH.shape[-1], topk_ids_TK.shape[-1]
     if group is None:
         max_tokens = x_TH.shape[0] if max_tokens is None else max_tokens
-        name = workspace.LOCAL
+        name = _local_workspace()
     else:
         if max_tokens is None:
             max_tokens = _agreed_max_tokens(group, x_TH, hidden, top_k)
-        name = _declare(group.group_name, max_tokens, hidden, top_k, x_TH.dtype)
+        name = _declare(layer_key, group.group_name, max_tokens, hidden, top_k, x_TH.dtype)
     if ring_rows is None:
         ring_rows = default_ring_rows(num_ranks, num_experts, top_k, max_tokens)
     else:
@@ -169,14 +173,33 @@ def moe(
 
 
 @torch.compiler.assume_constant_result
-def _declare(group_name: str, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> str:
-    return workspace.declare(
-        _group.resolve_group(group_name),
-        max_tokens=max_tokens,
-        hidden_size=hidden,
-        top_k=top_k,
-        dtype=dtype,
-    )
+def _local_workspace() -> str:
+    """One rank needs scratch only: one workspace serves calls of all sizes."""
+    return workspace.declare(None, max_tokens=0, hidden_size=1, top_k=1, dtype=torch.float32)
+
+
+_names_of_layers: dict[tuple, str] = {}
+
+
+@torch.compiler.assume_constant_result
+def _declare(
+    layer_key: str | None,
+    group_name: str,
+    max_tokens: int,
+    hidden: int,
+    top_k: int,
+    dtype: torch.dtype,
+) -> str:
+    key = (layer_key, group_name, max_tokens, hidden, top_k, dtype)
+    name = _names_of_layers.get(key)
+    if name is None:
+        group = _group.resolve_group(group_name)
+        name = workspace.declare(
+            group, max_tokens=max_tokens, hidden_size=hidden, top_k=top_k, dtype=dtype
+        )
+        if layer_key is not None:
+            _names_of_layers[key] = name
+    return name
 
 
 def _agreed_max_tokens(group: dist.ProcessGroup, x_TH: Tensor, hidden: int, top_k: int) -> int:
