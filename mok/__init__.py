@@ -5,7 +5,6 @@ needs it raises `ImportError` with one line: what was built, what was found and 
 """
 
 import importlib
-import importlib.util
 
 from mok import _native
 from mok._version import __version__
@@ -18,11 +17,11 @@ _EXPORTS = {
     "moe": "mok.ops",
     "symm_empty": "mok.workspace",
 }
-_SUBMODULES = ("errors", "functional", "layer", "ops", "reference", "router", "workspace")
+_SUBMODULES = ("errors", "experts", "layer", "ops", "reference", "router", "workspace")
 
 __all__ = ["__version__", "reference", *_EXPORTS]
 
-if _native.is_available() and importlib.util.find_spec("mok.ops"):
+if _native.is_available():
     # `import mok` is all that `torch.ops.mok.*` asks of its users.
     importlib.import_module("mok.ops")
 
