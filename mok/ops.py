@@ -5,9 +5,9 @@
     moe_recompute  -> x_rows, gate, up, shared_gate, shared_up        (functional, fake)
     moe_forward_out, moe_backward_out, moe_recompute_out              (raw, into given tensors)
 
-The functional ops allocate their results by the shape functions of `mok.shapes` and call the raw ones.
-A workspace enters by its name: schemas hold no handles and no process groups. Every rank of the
-workspace's group must make the same calls in the same order.
+The functional ops allocate their results by the shape functions of `mok.shapes` and call the raw
+ones. A workspace enters by its name: schemas hold no handles and no process groups. Every rank of
+the workspace's group must make the same calls in the same order.
 
 Legend: T tokens of this rank, K experts per token, E experts in all R ranks, H hidden, I
 intermediate, J the shared expert's intermediate size.
@@ -271,8 +271,8 @@ def _recompute(*args):
 
 
 def _backward(grad_output, *args):
-    tensors, saved = LayerTensors(*args[:_NUM_TENSORS]), args[_NUM_TENSORS]
-    settings = LayerSettings(*args[_NUM_TENSORS + 1 :])
+    tensors = LayerTensors(*args[:_NUM_TENSORS])
+    settings = LayerSettings(*args[_NUM_TENSORS + 1 :])  # between the two: the saved context
     return _run(
         settings,
         _prepare(tensors, settings, empty_backward),
@@ -318,14 +318,14 @@ def _autograd(ctx, grad_output, *_grads_of_saved):
     remaining = iter(stored)
     args = [next(remaining) if present else None for present in ctx.is_present]
     names = list(LayerTensors.__dataclass_fields__)
-    wanted = {name for name, needed in zip(names, ctx.needs_input_grad) if needed}
+    wanted = {name for name, needed in zip(names, ctx.needs_input_grad, strict=False) if needed}
     settings = LayerSettings(
         **{**vars(ctx.settings), "gradients": gradient_bits(wanted & set(GRADIENT_ORDER))}
     )
     results = torch.ops.mok.moe_backward(
         grad_output.contiguous(), *args, saved, *settings.in_order()
     )
-    for name, gradient in zip(GRADIENT_ORDER, results):
+    for name, gradient in zip(GRADIENT_ORDER, results, strict=True):
         if name in wanted:
             none[names.index(name)] = gradient
     return tuple(none)

@@ -130,7 +130,7 @@ def empty_recompute(tensors: LayerTensors, settings: LayerSettings) -> list[Tens
 
 
 def empty_backward(tensors: LayerTensors, settings: LayerSettings) -> list[Tensor]:
-    """moe_backward's results, unfilled: one per GRADIENT_ORDER, of the tensor's own shape and dtype,
+    """moe_backward's results, unfilled: one per GRADIENT_ORDER, of the tensor's shape and dtype,
     contiguous; without elements where the gradient is not asked for."""
     results = []
     for bit, name in enumerate(GRADIENT_ORDER):
