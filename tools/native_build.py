@@ -48,7 +48,7 @@ class Cuda:
 
     @property
     def include_flags(self) -> list[str]:
-        # CUDA 13 moved <cuda/std/...> to include/cccl, which only nvcc itself looks at.
+        """For g++; nvcc knows its own folders (since CUDA 13 <cuda/std/...> is in include/cccl)."""
         folders = [self.home / "include", self.home / "include" / "cccl"]
         return [f"-isystem{folder}" for folder in folders if folder.is_dir()]
 
@@ -250,7 +250,7 @@ def ninja_file(config: Config) -> str:
     objects = compile_cpp(core_sources(config.root)[0], [])
     core_flags = ["-Wl,-soname,libmok_core.so", "-Wl,-z,defs", "-ldl", "-lrt"]
     for source in cuda_sources:
-        flags = nvcc_flags(config, source) + common + config.cuda.include_flags
+        flags = nvcc_flags(config, source) + common
         objects.append(ninja.build(config.object_file(source), "nvcc", [source], flags))
     if cuda_sources:
         # The static runtime serves every torch of this CUDA major and needs no search path.
