@@ -74,8 +74,10 @@ MOK_INLINE Activated activate(Floats g, Floats u, Floats limit) {
         u = u + 1.0f;
     }
     const Sigmoid s = sigmoid(scaled);
+    Floats slope = s.value * s.complement;  // before g, so that 0 wins where alpha g overflows
+    if constexpr (kKind == Activation::kGptOss) slope = slope * kGptOssAlpha;
     const Floats gated = g * s.value;
-    Activated result{gated * u, u * s.value * madd(scaled, s.complement, broadcast(1.0f)), gated};
+    Activated result{gated * u, u * madd(slope, g, s.value), gated};
     if constexpr (kClamped) {
         result.dp_dg = result.dp_dg * g_passes;
         result.dp_du = result.dp_du * u_passes;

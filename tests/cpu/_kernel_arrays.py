@@ -1,4 +1,4 @@
-"""Arrays for the kernel tests: BF16 as uint16 bit patterns, layouts, memory that ends at a fault."""
+"""Arrays for the kernel tests: BF16 as uint16 bits, layouts, memory that ends at a fault."""
 
 import ctypes
 import mmap
