@@ -242,8 +242,8 @@ def symm_empty(
 ) -> torch.Tensor:
     """An uninitialised CPU tensor in a workspace's arena; as an input it need not be copied.
 
-    Without `workspace`, the one of `group` is taken (created by all ranks together if it is only
-    declared yet); there must be exactly one. `dtype` is the workspace's unless given. Ranks may
+    Without `workspace`, the only open one of `group` is taken, or else the only one declared, which
+    all ranks create together. `dtype` is the workspace's unless given. Ranks may
     allocate differently. Memory goes back when the tensor's storage dies, also after the
     workspace was closed. Raises SymmetricHeapError when the arena is full (`MOK_ARENA_BYTES`).
     """
@@ -267,6 +267,7 @@ def _only_workspace_of(group: dist.ProcessGroup | None) -> str:
         key = _rendezvous.group_of(group).key
         names = [name for name, spec in _specs.items() if spec.group.key == key]
         names = [name for name in names if name not in _closed and name not in _failed]
+        names = [name for name in names if name in _open] or names
     if len(names) != 1:
         found = "none is declared" if not names else f"there are {len(names)}: {', '.join(names)}"
         raise ValueError(

@@ -101,14 +101,16 @@ std::string SymmHeap::address() const {
 void SymmHeap::connect(const std::vector<std::string>& addresses, double timeout_s) {
     if (closed_) throw WorkspaceClosed("connect was used after close; create a new heap.");
     if (connected_) return;
+    // Whatever happens, the listener goes: peers that come after a failure learn of it at once.
+    const std::unique_ptr<FdExchange> exchange = std::move(exchange_);
+    if (exchange == nullptr) throw HeapError("connect failed before; create a new heap.");
     const std::vector<HeapAddress> peers = parse_group(addresses, address_);
-    std::vector<UniqueFd> descriptors = exchange_->exchange(own_.get(), peers, timeout_s);
+    std::vector<UniqueFd> descriptors = exchange->exchange(own_.get(), peers, timeout_s);
     for (int r = 0; r < num_ranks_; ++r) {
         if (r == rank_) continue;
         check_received(descriptors[static_cast<size_t>(r)].get(), r, stride());
         mapping_->map_shared(r, descriptors[static_cast<size_t>(r)].get());
     }
-    exchange_.reset();
     own_.reset();
     connected_ = true;
 }
