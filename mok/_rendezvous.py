@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mok.errors import SymmetricHeapError
+from mok.errors import PeerAbortedError, SymmetricHeapError
 
 
 class Group:
@@ -77,8 +77,7 @@ def create(
         core.connect([], 0.0)
         return core
     store = group.store()
-    prefix = f"mok/workspace/{group.num_created}"
-    group.num_created += 1
+    prefix = _next_prefix(group)
     mine = f"{prefix}/{group.rank}"
     try:
         core = new_core()
@@ -99,6 +98,20 @@ def create(
     return core
 
 
+def abort(group: Group, settings: dict[str, Any], reason: str) -> None:
+    """In the place of this rank's `create`: the peers' raises PeerAbortedError. Does not wait."""
+    if group.num_ranks == 1:
+        return
+    key = f"{_next_prefix(group)}/{group.rank}"
+    group.store().set(key, json.dumps({"settings": settings, "aborted": reason}))
+
+
+def _next_prefix(group: Group) -> str:
+    prefix = f"mok/workspace/{group.num_created}"
+    group.num_created += 1
+    return prefix
+
+
 def _gather(store: dist.Store, prefix: str, group: Group, timeout_s: float) -> list[dict]:
     keys = [f"{prefix}/{rank}" for rank in range(group.num_ranks)]
     try:
@@ -114,6 +127,12 @@ def _gather(store: dist.Store, prefix: str, group: Group, timeout_s: float) -> l
 
 
 def _check(entries: list[dict], group: Group) -> None:
+    for rank, entry in enumerate(entries):
+        if "aborted" in entry:
+            raise PeerAbortedError(
+                f"the call that creates the workspace was aborted by rank {rank}: "
+                f"{entry['aborted']}"
+            )
     for rank, entry in enumerate(entries):
         for setting, value in entries[0]["settings"].items():
             if entry["settings"][setting] != value:

@@ -6,6 +6,7 @@ with equal settings share one. Ops find it by its name in a registry of the proc
 """
 
 import atexit
+import contextlib
 import dataclasses
 import math
 import os
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mok import _C, _rendezvous
-from mok.errors import PeerTimeoutError, WorkspaceClosedError
+from mok.errors import PeerAbortedError, PeerTimeoutError, WorkspaceClosedError
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 # Address space only: memory is taken as tensors are allocated.
@@ -194,8 +195,9 @@ def ensure(name: str) -> Workspace:
 
     Ranks must create the workspaces of a group in the same order. Uses the group's store only, so
     it works while torch traces. Raises WorkspaceClosedError; PeersNotLocalError (on all ranks
-    alike); SymmetricHeapError naming the ranks, what is missing and the setting to change. A
-    creation that failed raises the same error again.
+    alike); SymmetricHeapError naming the ranks, what is missing and the setting to change: a
+    creation that failed raises the same error again. PeerAbortedError if a peer called `abort`;
+    the next attempt works.
     """
     workspace = _open.get(name)
     if workspace is not None and not workspace.closed:
@@ -220,11 +222,20 @@ def get(name: str) -> Workspace:
 def abort(name: str, reason: str) -> None:
     """Makes the peers raise PeerAbortedError(reason) in the call that this rank cannot make.
 
-    For a rank that raises before its op ran: the peers are in that op, or will be.
+    For a rank that raises before its op ran: the peers are in that op, or will be. Waits for
+    nobody, also when the workspace is still to be created (the peers' `ensure` raises then), and
+    raises nothing: the caller has its own error. The next call works.
     """
-    if name in _failed or name in _closed:
-        return
-    ensure(name)._core.abort(reason)
+    with _lock:
+        spec = _specs.get(name)
+        if spec is None or name in _failed or name in _closed:
+            return
+        workspace = _open.get(name)
+        if workspace is None:
+            _rendezvous.abort(spec.group, spec.settings(), reason)
+            return
+    with contextlib.suppress(PeerAbortedError, PeerTimeoutError, WorkspaceClosedError):
+        workspace._core.abort(reason)
 
 
 def close(name: str, timeout_s: float | None = None) -> None:
@@ -305,6 +316,8 @@ def _create(name: str) -> Workspace:
             lambda: _C.Workspace(name, spec.group.rank, spec.group.num_ranks, **spec.settings()),
             _C.default_timeout(),
         )
+    except PeerAbortedError:
+        raise  # of this call only
     except Exception as error:
         _failed[name] = error
         raise

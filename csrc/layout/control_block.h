@@ -18,7 +18,7 @@ inline constexpr int kMaxGroupRanks = 128;
 inline constexpr int kAbortRing = 4;
 inline constexpr int64_t kReasonBytes = 416;
 inline constexpr int64_t kCallHeaderBytes = 256;
-/// The page size assumed for windows and their parts (4 KiB on x86-64 and most arm64, 64 KiB at most).
+/// The largest page size of Linux machines: what follows a control block starts on a page of its own.
 inline constexpr int64_t kControlGranularity = 65536;
 
 /// Text that several processes read while its one writer may replace it: words, so that every access is

@@ -113,6 +113,29 @@ def test_every_survivor_names_the_killed_rank(where):
         assert second.seconds < 0.5
 
 
+def wait_for_a_rank_that_arrived_at_one_peer_only(rank, group):
+    heap, comm, _ = open_heap(rank, group)
+    whole_call(comm)
+    exchange(group, None)
+    if rank == 2:  # as if killed between two of its stores
+        next_epoch = 2 * 1 + 1
+        heap.write(0, comm.epoch_offset(2), next_epoch.to_bytes(8, "little"))
+    elif rank == 0:
+        comm.set_timeout(0.7)
+    outcome = outcome_of(whole_call, comm) if rank != 2 else None
+    exchange(group, None)
+    return outcome
+
+
+def test_a_rank_that_is_itself_held_up_is_not_blamed():
+    # Rank 0 passes the first barrier and waits in the second, where rank 1 is missing as well.
+    zero, one, _ = run_ranks(3, wait_for_a_rank_that_arrived_at_one_peer_only)
+    assert zero.error == one.error == "PeerTimeoutError"
+    assert "second barrier of call 1 for rank 2 (expected" in zero.text
+    assert "that rank 2 did not arrive" in one.text
+    assert one.seconds < 0.7 + SLACK
+
+
 def wait_for_a_stopped_rank(rank, group):
     _, comm, _ = open_heap(rank, group)
     pids = exchange(group, os.getpid())

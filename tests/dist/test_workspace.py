@@ -177,20 +177,28 @@ def test_a_workspace_can_be_created_while_torch_traces():
 def abort_by_name(rank, group):
     group = new_group(group)
     name = declare(group)
-    if rank == 0:  # before this rank created anything
-        workspace.abort(name, "x.shape[0] is 40, but max_tokens is 32")
-        outcome = None
-    else:
-        workspace.ensure(name).set_timeout(30)
-        comm_call = workspace.get(name)
-        outcome = outcome_of(comm_call._core.abort, "not asked for")
+    reason = "x.shape[0] is 40, but max_tokens is 32"
+    outcomes = []
+    for _ in range(2):  # before there is a workspace, and again
+        attempt = workspace.abort if rank == 0 else workspace.ensure
+        arguments = (name, reason) if rank == 0 else (name,)
+        outcomes.append(outcome_of(attempt, *arguments))
+    workspace.ensure(name).check()
+    workspace.abort(name, reason)  # all ranks: each has its own error
     workspace.get(name).check()
     workspace.close(name)
-    return outcome
+    workspace.abort(name, "nobody is there to hear it")
+    return outcomes
 
 
-def test_abort_by_name_creates_the_workspace_that_its_peers_wait_in():
-    assert run_ranks(2, abort_by_name)[1].error == ""
+def test_abort_by_name_also_ends_the_creation_of_a_workspace():
+    first, *peers = run_ranks(3, abort_by_name)
+    assert [outcome.error for outcome in first] == ["", ""]
+    for outcomes in peers:
+        for outcome in outcomes:
+            assert outcome.error == "PeerAbortedError"
+            assert "rank 0: x.shape[0] is 40, but max_tokens is 32" in outcome.text
+            assert outcome.seconds < 5
 
 
 def close_late(rank, group):

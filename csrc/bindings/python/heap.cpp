@@ -142,6 +142,11 @@ void bind_peer_comm(py::module_& module) {
     py::class_<HeldPeerComm>(module, "PeerComm", "Calls and barriers over a heap (csrc/comm/peer_comm.h).")
         .def(py::init<std::shared_ptr<SymmHeap>>(), py::arg("heap"))
         .def_static("control_bytes", &PeerComm::control_bytes, py::arg("num_ranks"))
+        .def_static(
+            "epoch_offset",
+            [](int rank) { return reinterpret_cast<intptr_t>(&control_slot(nullptr, rank)->epoch); },
+            py::arg("rank"),
+            "Where in a window its owner finds the last barrier that `rank` reached (uint64).")
         .def("set_timeout", [](HeldPeerComm& self, double seconds) { self.open().set_timeout(seconds); })
         .def_property_readonly("timeout", [](HeldPeerComm& self) { return self.open().timeout(); })
         .def("begin_call", [](HeldPeerComm& self) { return self.open().begin_call(); })
