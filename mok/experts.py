@@ -6,7 +6,6 @@ Shapes: E experts in all R ranks, H hidden, I intermediate, J the shared expert'
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -95,4 +94,4 @@ class SharedExpertGate(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         with torch.autocast(x_TH.device.type, enabled=False):
-            return torch.sigmoid(F.linear(x_TH.float(), self.weight.float())).squeeze(1)
+            return torch.sigmoid(nn.functional.linear(x_TH.float(), self.weight.float())).squeeze(1)

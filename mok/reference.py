@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from mok._contract import (
     GPT_OSS_ALPHA,
@@ -82,7 +81,9 @@ def _expert(x_NH, w_gate, w_up, w_down, b_gate, b_up, b_down, **activation):
     wide = torch.promote_types(dtype, torch.float32)
 
     def linear(rows, weight, bias):
-        return F.linear(rows, weight.to(dtype), None if bias is None else bias.to(dtype))
+        return torch.nn.functional.linear(
+            rows, weight.to(dtype), None if bias is None else bias.to(dtype)
+        )
 
     g_NI = linear(x_NH, w_gate, b_gate).to(wide)
     u_NI = linear(x_NH, w_up, b_up).to(wide)

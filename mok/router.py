@@ -7,7 +7,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -96,7 +95,7 @@ class SoftmaxTopKRouter(nn.Module):
         """
         dtype = torch.promote_types(x_TH.dtype, torch.float32)
         with torch.autocast(x_TH.device.type, enabled=False):
-            logits_TE = F.linear(x_TH.to(dtype), self.weight.to(dtype))
+            logits_TE = nn.functional.linear(x_TH.to(dtype), self.weight.to(dtype))
             probabilities_TE = torch.softmax(logits_TE, dim=1)
             if topk_ids_TK is None:
                 topk_ids_TK = top_k_lowest_first(probabilities_TE.float(), self.top_k)

@@ -54,7 +54,7 @@ def assert_bitwise_equal(first: dict, second: dict) -> None:
     failures = []
     for name, a in first.items():
         b = second[name]
-        assert a.shape == b.shape and a.dtype == b.dtype, (name, a.shape, b.shape)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), name
         # NaN equals NaN here; -0.0 does not equal 0.0.
         as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
         differing = a.contiguous().view(as_integers) != b.contiguous().view(as_integers)
