@@ -10,26 +10,26 @@ from mok import _native
 from mok._version import __version__
 
 _EXPORTS = {
-    "MoELayer": "mok.layer",
-    "PeerAbortedError": "mok.errors",
-    "PeerTimeoutError": "mok.errors",
-    "WorkspaceClosedError": "mok.errors",
-    "moe": "mok.ops",
-    "symm_empty": "mok.workspace",
+    "MoELayer": "layer",
+    "PeerAbortedError": "errors",
+    "PeerTimeoutError": "errors",
+    "WorkspaceClosedError": "errors",
+    "moe": "ops",
+    "symm_empty": "workspace",
 }
-_SUBMODULES = ("errors", "experts", "layer", "ops", "reference", "router", "workspace")
+_PURE_SUBMODULES = ("errors", "reference", "router")
+_NATIVE_SUBMODULES = ("experts", "layer", "ops", "workspace")
 
 __all__ = ["__version__", "reference", *_EXPORTS]
-
-if _native.is_available():
-    # `import mok` is all that `torch.ops.mok.*` asks of its users.
-    importlib.import_module("mok.ops")
 
 
 def __getattr__(name: str):
     if name in _EXPORTS:
-        value = getattr(importlib.import_module(_EXPORTS[name]), name)
-    elif name in _SUBMODULES:
+        value = getattr(__getattr__(_EXPORTS[name]), name)
+    elif name in _PURE_SUBMODULES:
+        value = importlib.import_module(f"mok.{name}")
+    elif name in _NATIVE_SUBMODULES:
+        _native.load()  # first, for its message
         value = importlib.import_module(f"mok.{name}")
     elif name == "_C":
         value = _native.load()
@@ -40,4 +40,12 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_SUBMODULES})
+    return sorted({*globals(), *__all__, *_PURE_SUBMODULES, *_NATIVE_SUBMODULES})
+
+
+if _native.is_available():
+    # All at once: `import mok` registers torch.ops.mok.*, and a graph under torch.compile never
+    # meets the __getattr__ above.
+    for _name in __all__:
+        if _name not in globals():
+            __getattr__(_name)
