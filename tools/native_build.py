@@ -199,6 +199,18 @@ def nvcc_flags(config: Config, source: Path) -> list[str]:
     return flags + gencode_flags(source_archs(source, config.cuda.archs))
 
 
+def standard_library_flags(cxx: str) -> list[str]:
+    """Keeps one C++ runtime in the process.
+
+    Where a compiler comes with libstdc++.a but without the libstdc++.so that it would link first,
+    our libraries would carry and export a second runtime beside torch's, and crash in it (seen in
+    the locales of string streams). The shared one that torch needs is there in any case.
+    """
+    command = [*shlex.split(cxx), "-print-file-name=libstdc++.so"]
+    found = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return [] if os.path.isabs(found) else ["-l:libstdc++.so.6"]
+
+
 class NinjaFile:
     """Collects build statements; paths may contain spaces."""
 
@@ -247,6 +259,7 @@ def ninja_file(config: Config) -> str:
         *("-pthread", "-Wl,-rpath,$ORIGIN"),
         *shlex.split(os.environ.get("LDFLAGS", "")),
     ]
+    link_flags += standard_library_flags(config.cxx)
     objects = compile_cpp(core_sources(config.root)[0], [])
     core_flags = ["-Wl,-soname,libmok_core.so", "-Wl,-z,defs", "-ldl", "-lrt"]
     for source in cuda_sources:

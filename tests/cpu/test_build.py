@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -195,3 +196,28 @@ def test_a_cuda_home_without_nvcc_and_a_wrong_switch_are_named(tmp_path):
     assert words == f"CUDA_HOME={tmp_path} has no bin/nvcc"
     with pytest.raises(BuildError, match=r"MOK_WITH_CUDA is 'yes': use 0 .*, 1 .* or leave it out"):
         native_build.find_cuda("13.0", {"MOK_WITH_CUDA": "yes"})
+
+
+def test_a_compiler_without_the_shared_runtime_still_links_it(tmp_path, project):
+    """Seen on a GPU machine: g++ with libstdc++.a alone gave the process a second C++ runtime."""
+    real = shutil.which("g++")
+    compiler = tmp_path / "g++-static"
+    # What such a g++ does: it does not know the file, and -lstdc++ takes the archive.
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'if [ "$1" = -print-file-name=libstdc++.so ]; then echo libstdc++.so; exit 0; fi\n'
+        f'exec {real} -static-libstdc++ "$@"\n'
+    )
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    (project / "csrc" / "layout" / "stream.cpp").write_text(
+        "#include <sstream>\n"
+        'extern "C" int length() { std::ostringstream s; s << 12; return s.str().size(); }\n'
+    )
+    config = Config(
+        root=project, build_dir=tmp_path / "b", torch_home=None, cuda=None, cxx=str(compiler)
+    )
+    core = config.libraries["libmok_core.so"]
+    native_build.build(config, [core])
+    symbols = subprocess.run(["nm", "-DC", core], capture_output=True, text=True).stdout
+    assert "U std::ios_base::ios_base()" in symbols
+    assert ctypes.CDLL(str(core)).length() == 2
