@@ -17,11 +17,12 @@ _PR_SET_PDEATHSIG = 1
 
 # What every test process runs under, the parent included: tests/conftest.py sets it before torch
 # is imported, and the workers inherit it.
-ONE_THREAD_ENV = {
+TEST_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "MOK_POISON": "1",
 }
 
 

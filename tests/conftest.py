@@ -2,9 +2,9 @@
 
 import os
 
-from tests._worker import ONE_THREAD_ENV
+from tests._worker import TEST_ENVIRONMENT
 
-os.environ.update(ONE_THREAD_ENV)
+os.environ.update(TEST_ENVIRONMENT)
 
 import pytest
 import torch
