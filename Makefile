@@ -16,8 +16,10 @@ demo: build
 test: build
 	@$(PY) -m pytest -q $(ARGS)
 
+# ARGS="--write" records the results; BENCH=cpu_layer runs one.
+BENCH = $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py))
 bench: build
-	@$(PY) benchmarks/run.py $(ARGS)
+	@for name in $(BENCH); do $(PY) -m benchmarks.$$name $(ARGS) || exit 1; done
 
 lint: environment
 	@VENV=$(VENV) tools/lint.sh check
