@@ -18,7 +18,7 @@ MOK_INLINE Floats exp(Floats x) {
     x = x > broadcast(89.0f) ? broadcast(89.0f) : x;
     x = x < broadcast(-105.0f) ? broadcast(-105.0f) : x;
     const Floats shifted = madd(x, log2_e, shifter);
-    const Ints n = (Ints)shifted - (Ints)shifter;
+    const Words n = as_words(shifted) - as_words(shifter);  // two's complement
     const Floats n_float = shifted - shifter;
     Floats r = madd(n_float, -ln2_high, x);
     r = madd(n_float, -ln2_low, r);
@@ -28,8 +28,8 @@ MOK_INLINE Floats exp(Floats x) {
     q = madd(q, r, broadcast(0x1.5554dep-3f));
     q = madd(q, r, broadcast(0.5f));
     const Floats exp_r = madd(q, r * r, r) + 1.0f;
-    const Ints n_half = n >> 1, n_rest = n - n_half;
-    return exp_r * (Floats)((n_half + 127) << 23) * (Floats)((n_rest + 127) << 23);
+    const Words n_half = (Words)((Ints)n >> 1), n_rest = n - n_half;
+    return exp_r * as_floats((n_half + 127u) << 23) * as_floats((n_rest + 127u) << 23);
 }
 
 struct Sigmoid {
