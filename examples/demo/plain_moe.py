@@ -5,7 +5,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from mok.router import SoftmaxTopKRouter
 from torch import nn
-from torch.distributed.nn.functional import all_to_all_single
 
 
 def as_operand(x: torch.Tensor, emulate: bool) -> torch.Tensor:
@@ -43,6 +42,24 @@ class Experts(nn.Module):
     def _multiply(self, x: torch.Tensor, w: torch.Tensor, counts: list[int]) -> torch.Tensor:
         products = zip(x.split(counts), as_operand(w, self.emulate_bf16), strict=True)
         return torch.cat([F.linear(x_e, w_e) for x_e, w_e in products]).bfloat16()
+
+
+class Exchange(torch.autograd.Function):
+    """Sends sent[r] rows to rank r and returns the received[r] rows of every rank r.
+
+    The gradients of the rows travel back the way the rows came.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, sent: list[int], received: list[int], group):
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        output = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Exchange.apply(grad, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 class PlainMoE(nn.Module):
@@ -88,8 +105,4 @@ class PlainMoE(nn.Module):
         return out_TH.view(x.shape)
 
     def _exchange(self, rows, sent: list[int], received: list[int]) -> torch.Tensor:
-        """Sends sent[r] rows to rank r and returns the received[r] rows of every rank r."""
-        if self.ranks == 1:
-            return rows
-        output = rows.new_empty(sum(received), rows.shape[1])
-        return all_to_all_single(output, rows, received, sent, group=self.group)
+        return rows if self.ranks == 1 else Exchange.apply(rows, sent, received, self.group)

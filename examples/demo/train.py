@@ -12,7 +12,6 @@ It exits with an error when the runs disagree.
 import argparse
 import json
 import math
-import shutil
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ import checkpoint
 import data
 import report
 from launch import RankFailedError, run_ranks
+from machine import bf16_is_slow, choose_device
 from model import ModelConfig, Transformer, generate, initialize
 from parallel import clip_gradients, mean_over_ranks, synchronize_gradients
 
@@ -140,40 +140,6 @@ def run(jobs: list[Job], world: int) -> list[dict]:
     return [json.loads(job.result.read_text()) for job in jobs]
 
 
-def bf16_is_slow() -> bool:
-    """Says whether this CPU multiplies BF16 matrices slower than FP32 ones (it lacks the units)."""
-    seconds = {}
-    torch.set_num_threads(1)
-    for dtype in (torch.bfloat16, torch.float32):
-        a, b = torch.ones(512, 128, dtype=dtype), torch.ones(128, 256, dtype=dtype)
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            torch.mm(a, b)
-            times.append(time.perf_counter() - start)
-        seconds[dtype] = min(times)
-    return seconds[torch.bfloat16] > seconds[torch.float32]
-
-
-def choose_device(requested: str, ranks: int) -> str:
-    """Returns "cuda" or "cpu"; prints one line when "auto" finds GPUs and does not use them."""
-    gpus = torch.cuda.device_count()
-    if requested == "cpu" or (requested == "auto" and gpus == 0):
-        return "cpu"
-    mok.moe  # noqa: B018  loads mok's ops, or raises one line that says why it cannot
-    # Asks torch's dispatcher which devices mok's kernels are registered for.
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("mok::moe_forward_out", "CUDA"):
-        reason = "this build of mok has no CUDA kernels"
-    elif gpus < ranks:
-        reason = f"{ranks} ranks need {ranks} GPUs and there are {gpus}"
-    else:
-        return "cuda"
-    if requested == "cuda":
-        raise SystemExit(f"--device cuda is not possible: {reason}.")
-    print(f"The demo runs on the CPU: {reason}.")
-    return "cpu"
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400, help="training steps (default 400)")
@@ -255,6 +221,11 @@ def train_and_compare(args: argparse.Namespace, job: Job) -> int:
 
 def main() -> int:
     args = parse_args()
+    try:
+        _ = mok.MoELayer  # what cannot be used here says so in one line
+    except ImportError as error:
+        print(f"The demo failed: {error}", file=sys.stderr)
+        return 1
     device_type = choose_device(args.device, args.ranks)
     emulate_bf16 = device_type == "cpu" and bf16_is_slow()
     if emulate_bf16:
@@ -278,7 +249,8 @@ def main() -> int:
     )
     try:
         if not args.resume:
-            shutil.rmtree(job.checkpoint, ignore_errors=True)
+            # From now on an older run's checkpoint is none.
+            (job.checkpoint / ".metadata").unlink(missing_ok=True)
         if args.layer == "both":
             return train_and_compare(args, job)
         (result,) = run([job], args.ranks)
@@ -288,6 +260,12 @@ def main() -> int:
     final = report.window_means(result["losses"])[-1]
     print(f"\n{result['sample']}\n")
     print(f"final loss {final:.3f}, held out {result['held_out']:.3f}; results in {job.result}")
+    if not final < args.max_loss:  # true for NaN too
+        print(
+            f"The demo failed: the run ends at loss {final:.3f}; the limit is {args.max_loss}.",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 

@@ -41,12 +41,13 @@ def command(*args) -> list[str]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The finished small run on two ranks and its folder."""
+    """What the small run on two ranks printed, and its folder."""
     out = tmp_path_factory.mktemp("demo")
     done = subprocess.run(
         command(*SMALL, "--out", out), capture_output=True, text=True, timeout=TIMEOUT
     )
-    return done, out
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, out
 
 
 def read(out: Path, name: str) -> dict:
@@ -77,16 +78,15 @@ def full_state(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
 
 
 def test_run_ends_well_and_leaves_its_files(demo):
-    done, out = demo
-    assert done.returncode == 0, done.stdout + done.stderr
-    last = done.stdout.splitlines()[-1]
+    printed, out = demo
+    last = printed.splitlines()[-1]
     figures = (
         r"OK: final loss mok \d\.\d{3}, plain \d\.\d{3} .*difference \d\.\d{3}; mok [\d,]+ tok"
     )
     assert re.match(figures, last)
     assert str(out / "loss.png") in last
-    assert "Text by the trained model:\ndef " in done.stdout
-    assert f"step {STEPS}/{STEPS}" in done.stdout
+    assert "Text by the trained model:\ndef " in printed
+    assert f"step {STEPS}/{STEPS}" in printed
     picture = (out / "loss.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 10_000
@@ -98,8 +98,8 @@ def test_run_ends_well_and_leaves_its_files(demo):
 
 
 def test_resumed_run_repeats_the_losses_bit_for_bit(demo):
-    done, out = demo
-    assert "losses equal bit for bit" in done.stdout
+    printed, out = demo
+    assert "losses equal bit for bit" in printed
     losses, resumed = read(out, "mok")["losses"], read(out, "mok_resumed")["losses"]
     assert len(resumed) == train.RESUMED_STEPS
     assert resumed == losses[CHECKPOINT_STEP : CHECKPOINT_STEP + train.RESUMED_STEPS]
