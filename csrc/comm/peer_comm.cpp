@@ -210,7 +210,7 @@ bool PeerComm::wait(double seconds, Done done) {
         if (waited >= seconds) return false;
         const Clock::time_point start = Clock::now();
         shared::futex_wait(head.doorbell, seen, std::min(kSlice, seconds - waited));
-        waited += std::min(seconds_since(start), 2 * kSlice);
+        waited += std::min(seconds_since(start), kSlice);
         const bool undisturbed = shared::load_relaxed(head.doorbell) == seen;
         if (undisturbed && interrupted()) {
             if (closed_) return false;

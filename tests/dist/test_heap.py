@@ -167,8 +167,9 @@ def be_stopped_while_waiting(rank, group):
     if rank == 1:
         time.sleep(0.2)
         os.kill(pids[0], signal.SIGSTOP)
-        time.sleep(3.0)
+        time.sleep(2.6)
         os.kill(pids[0], signal.SIGCONT)
+        time.sleep(0.3)
     return outcome_of(whole_call, comm)
 
 
