@@ -178,6 +178,7 @@ def cxx_flags() -> list[str]:
         "-ffp-contract=off",
         "-Wall",
         "-Wextra",
+        "-Wno-psabi",
     ]
     if os.environ.get("MOK_WERROR") == "1":
         flags.append("-Werror")
