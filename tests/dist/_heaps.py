@@ -1,14 +1,18 @@
-"""Heaps and barriers for the jobs of test_heap.py: bring-up, and calls whose outcome is data."""
+"""Heaps, barriers and workspaces for the jobs of test_heap*.py and test_workspace*.py."""
 
 import random
 import time
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
-from mok import _C
+from mok import _C, workspace
 
+AT_ONCE = 5.0  # on a loaded machine of two cores a process may not run for seconds
 CALL_TIMEOUT = 30.0  # never reached by a test that passes, unless it sets its own
+
+SETTINGS = {"max_tokens": 32, "hidden_size": 64, "top_k": 2, "dtype": torch.float32}
 
 
 class Outcome(NamedTuple):
@@ -61,3 +65,12 @@ def pause(generator: random.Random, share: float = 0.05, seconds: float = 3e-4) 
     """Sleeps now and then, so that the ranks meet in many orders."""
     if generator.random() < share:
         time.sleep(generator.random() * seconds)
+
+
+def declare(group, **changes):
+    return workspace.declare(group, **(SETTINGS | changes))
+
+
+def new_group(group):
+    """The same ranks again: no workspace of another test is in the way."""
+    return dist.new_group(list(range(group.size())))
