@@ -145,7 +145,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def test_killed_rank_ends_the_run_and_is_named(tmp_path):
-    args = ("--layer", "mok", "--steps", 200, "--batch", 2, "--device", "cpu", "--out", tmp_path)
+    args = ("--layer", "mok", "--steps", 60, "--batch", 2, "--device", "cpu", "--out", tmp_path)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         command(*args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
