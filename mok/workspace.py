@@ -86,6 +86,11 @@ class Workspace:
         return self._core.backing
 
     @property
+    def memory_bytes(self) -> int:
+        """What this rank holds: its window, tensors in the arena, and scratch for temporaries."""
+        return self._core.fixed_bytes + self._core.arena_in_use + self._core.scratch_bytes
+
+    @property
     def closed(self) -> bool:
         return self._core.closed
 
@@ -217,6 +222,11 @@ def get(name: str) -> Workspace:
     if workspace is None or workspace.closed:
         raise _closed_error(name)
     return workspace
+
+
+def all_open() -> list[Workspace]:
+    """The workspaces that this process has created and not closed."""
+    return [workspace for workspace in _open.values() if not workspace.closed]
 
 
 def abort(name: str, reason: str) -> None:

@@ -133,6 +133,9 @@ void bind_symm_heap(py::module_& module) {
                         bytes.size());
              })
         .def("arena_allocate", [](SymmHeap& self, int64_t bytes) { return new ArenaBuffer(self, bytes); })
+        .def_property_readonly("fixed_bytes", [](const Workspace& self) { return self.heap->fixed_bytes(); })
+        .def_property_readonly("scratch_bytes",
+                               [](const Workspace& self) { return self.scratch.total_bytes(); })
         .def_property_readonly("arena_in_use",
                                [](const SymmHeap& self) { return self.arena()->bytes_in_use(); })
         .def("close", &SymmHeap::close);
