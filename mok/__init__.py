@@ -15,9 +15,10 @@ _EXPORTS = {
     "PeerTimeoutError": "errors",
     "WorkspaceClosedError": "errors",
     "moe": "ops",
+    "simulate": "simulation",
     "symm_empty": "workspace",
 }
-_PURE_SUBMODULES = ("errors", "reference", "router")
+_PURE_SUBMODULES = ("errors", "reference", "router", "simulation")
 _NATIVE_SUBMODULES = ("experts", "layer", "ops", "workspace")
 
 __all__ = ["__version__", "reference", *_EXPORTS]

@@ -1,17 +1,19 @@
-// mok._C: the torch-free half of the extension (pybind11): heap, plan, kernels for tests.
+// mok._C: the torch-free half of the extension (pybind11): heap, plan, schedule, kernels for tests.
 #include <pybind11/pybind11.h>
 
 namespace mok::python {
 void bind_errors(pybind11::module_& module);
 void bind_heap(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
+void bind_schedule(pybind11::module_& module);
 void bind_kernels(pybind11::module_& module);
 }  // namespace mok::python
 
 PYBIND11_MODULE(_C, module) {
-    module.doc() = "The torch-free part of mok: symmetric heap, plan, CPU kernels.";
+    module.doc() = "The torch-free part of mok: symmetric heap, plan, schedule, simulator, CPU kernels.";
     mok::python::bind_errors(module);
     mok::python::bind_heap(module);
     mok::python::bind_plan(module);
+    mok::python::bind_schedule(module);
     mok::python::bind_kernels(module);
 }
