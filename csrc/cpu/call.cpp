@@ -42,6 +42,9 @@ LayerCall::LayerCall(Workspace& workspace_in, const ThreadPool& threads, const C
 
 void LayerCall::check() const {
     const LayerShape& s = shape();
+    MOK_CHECK(s.num_local_experts * workspace.num_ranks() == s.num_experts, "num_experts = ", s.num_experts,
+              ", but w_gate has ", s.num_local_experts, " experts on each of ", workspace.num_ranks(),
+              " rank(s): it must be their product.");
     const PlanShape plan_shape{workspace.rank(),
                                workspace.num_ranks(),
                                static_cast<int32_t>(s.num_experts),
@@ -62,7 +65,7 @@ void LayerCall::check() const {
                   " and its dtype; this call has max_tokens = ", s.max_tokens, ", hidden_size = ", s.hidden,
                   ", top_k = ", s.top_k, ": use a workspace made for these sizes.");
     }
-    MOK_CHECK(saved.rows == 0 || saved.rows >= std::min(s.ring_rows, worst_case_rows(plan_shape)),
+    MOK_CHECK(s.save == SavePolicy::kNone || saved.rows >= std::min(s.ring_rows, worst_case_rows(plan_shape)),
               "the saved context has ", saved.rows,
               " rows, fewer than a first chunk may have: pass the context that "
               "the forward with the same max_tokens and ring_rows returned.");
@@ -72,9 +75,11 @@ void LayerCall::allocate(int64_t num_workers) {
     Scratch& scratch = workspace.scratch;
     const LayerShape& s = shape();
     // The shared expert's rows go through the same buffers before the routed ones do.
-    const int64_t rows = std::max(s.ring_rows, has_shared() ? s.num_tokens : 0);
-    const int64_t inner = std::max(s.ring_rows * s.intermediate, s.num_tokens * s.shared_intermediate) * elem;
-    const int64_t ring = s.ring_rows * row_bytes();
+    // A ring longer than the worst case would never be filled.
+    const int64_t used_rows = std::min(s.ring_rows, worst_case_rows(exchange->plan_shape()));
+    const int64_t rows = std::max(used_rows, has_shared() ? s.num_tokens : 0);
+    const int64_t inner = std::max(used_rows * s.intermediate, s.num_tokens * s.shared_intermediate) * elem;
+    const int64_t ring = used_rows * row_bytes();
     const auto bytes = [&scratch](ScratchSlot slot, int64_t count) {
         return static_cast<char*>(scratch.get(slot, count));
     };
@@ -91,7 +96,7 @@ void LayerCall::allocate(int64_t num_workers) {
         buffers.up = bytes(ScratchSlot::kRingUp, inner);
         buffers.dgate = bytes(ScratchSlot::kRingDgate, inner);
         buffers.dup = bytes(ScratchSlot::kRingDup, inner);
-        const int64_t partials = std::max(s.ring_rows * ceil_div(s.intermediate, kDweightBlock),
+        const int64_t partials = std::max(used_rows * ceil_div(s.intermediate, kDweightBlock),
                                           s.num_tokens * ceil_div(s.shared_intermediate, kDweightBlock));
         buffers.dweight_partials = scratch.get<float>(ScratchSlot::kDweightPartials, partials);
         // Only a segment longer than the ring is cut; whether one can be is a matter of sizes, not of

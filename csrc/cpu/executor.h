@@ -22,7 +22,8 @@ struct LayerShape {
     int64_t num_tokens;  // T of this rank
     int64_t max_tokens;  // the largest T any rank may pass
     int64_t top_k;
-    int64_t num_experts;  // in all ranks
+    int64_t num_experts;        // in all ranks
+    int64_t num_local_experts;  // in this rank's weights
     int64_t hidden;
     int64_t intermediate;
     int64_t shared_intermediate;  // 0: no shared expert

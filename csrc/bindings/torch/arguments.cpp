@@ -111,6 +111,7 @@ cpu::LayerInputs layer_inputs(const OpArguments& args) {
     shape.max_tokens = args.max_tokens;
     shape.top_k = args.topk_ids.size(1);
     shape.num_experts = args.num_experts;
+    shape.num_local_experts = local_experts;
     shape.hidden = args.x.size(1);
     shape.intermediate = args.w_gate.size(1);
     shape.shared_intermediate = args.shared_gate ? args.shared_gate->size(0) : 0;

@@ -79,11 +79,20 @@ void moe_recompute_out(const Tensor& x, const Tensor& topk_ids, const Tensor& to
     cpu::run_recompute(*owner, torch_threads(), call.inputs, gradients, call.context);
 }
 
+/// A gradient is of its parameter's dtype, or FP32: a main_grad.
+DType gradient_dtype(const Tensor& tensor, const char* name, DType of_parameter) {
+    const DType dtype = compute_dtype(tensor, name);
+    MOK_CHECK(dtype == of_parameter || dtype == DType::kFloat32, name,
+              " is bfloat16 but the parameter is float32: pass a float32 gradient.");
+    return dtype;
+}
+
 cpu::Gradient gradient(const Tensor& tensor, const char* name, const cpu::Matrix& weight, int64_t experts,
                        int64_t rows, int64_t columns, bool shared) {
-    void* data = shared ? checked_output(tensor, name, {rows, columns}, weight.dtype)
-                        : checked_output(tensor, name, {experts, rows, columns}, weight.dtype);
-    return cpu::Gradient{data, weight.dtype, rows * columns, columns};
+    const DType dtype = gradient_dtype(tensor, name, weight.dtype);
+    void* data = shared ? checked_output(tensor, name, {rows, columns}, dtype)
+                        : checked_output(tensor, name, {experts, rows, columns}, dtype);
+    return cpu::Gradient{data, dtype, rows * columns, columns};
 }
 
 cpu::ExpertGradients expert_gradients(const std::vector<Tensor>& tensors, int first, int64_t mask,
@@ -106,8 +115,9 @@ cpu::ExpertGradients expert_gradients(const std::vector<Tensor>& tensors, int fi
                           int64_t columns) -> cpu::Gradient {
         if (shared || !wanted(index)) return {};
         MOK_CHECK(of.data != nullptr, name, " was asked for, but there is no such bias.");
-        return {checked_output(tensors[first + index], name, {experts, columns}, of.dtype), of.dtype, columns,
-                columns};
+        const Tensor& tensor = tensors[first + index];
+        const DType dtype = gradient_dtype(tensor, name, of.dtype);
+        return {checked_output(tensor, name, {experts, columns}, dtype), dtype, columns, columns};
     };
     result.b_gate = bias(3, "db_gate", weights.b_gate, intermediate);
     result.b_up = bias(4, "db_up", weights.b_up, intermediate);
