@@ -21,9 +21,14 @@ from mok import _group, _native, errors, workspace
 from mok.shapes import (
     GRADIENT_ORDER,
     PAD,
+    SETTING_NAMES,
+    TENSOR_NAMES,
     LayerSettings,
     LayerTensors,
     check_layer,
+    check_settings,
+    check_sizes,
+    check_weights,
     default_ring_rows,
     empty_backward,
     empty_forward,
@@ -38,7 +43,7 @@ _TENSORS = (
     "Tensor? b_gate, Tensor? b_up, Tensor? b_down, Tensor? shared_gate, Tensor? shared_up, "
     "Tensor? shared_down, Tensor? shared_weight"
 )
-_NUM_TENSORS = len(LayerTensors.__dataclass_fields__)
+_NUM_TENSORS = len(TENSOR_NAMES)
 _SETTINGS = (
     "str workspace, int num_experts, SymInt max_tokens, SymInt ring_rows, str activation, "
     "float? swiglu_limit, str save, int gradients"
@@ -118,12 +123,24 @@ def moe(
             reason. NotImplementedError: CUDA tensors, or a backend this build lacks.
         mok.PeerTimeoutError, mok.PeerAbortedError: a peer did not come, or left with an error.
     """
-    num_ranks = 1 if group is None else dist.get_world_size(group)
-    group = None if num_ranks == 1 else group
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is {group!r}: it must be a process group or None (one rank).")
     if backend not in ("auto", "cpu"):
         raise NotImplementedError(
             f"backend {backend!r} is not in this build of mok: use 'auto' or 'cpu'."
         )
+    check_settings(max_tokens, save, ring_rows, shared)
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    group = None if num_ranks == 1 else group
+    try:
+        check_sizes(x_TH, topk_ids_TK, w_gate)
+        check_weights("topk_weights", topk_weights_TK)
+        check_weights("shared_weight_T", shared_weight_T)
+    except Exception as error:
+        if group is not None and topk_ids_TK.dim() > 0 and w_gate.dim() > 0:
+            hidden, top_k = w_gate.shape[-1], topk_ids_TK.shape[-1]
+            _tell_peers(group, x_TH.dtype, hidden, top_k, max_tokens, str(error))
+        raise
     num_experts = w_gate.shape[0] * num_ranks
     hidden, top_k = x_TH.shape[-1], topk_ids_TK.shape[-1]
     if group is None:
@@ -136,7 +153,7 @@ def moe(
     if ring_rows is None:
         ring_rows = default_ring_rows(num_ranks, num_experts, top_k, max_tokens)
     else:
-        ring_rows = max(1, -(-ring_rows // PAD)) * PAD
+        ring_rows = -(-ring_rows // PAD) * PAD
     shared_gate, shared_up, shared_down = (None, None, None) if shared is None else shared
     tensors = LayerTensors(
         x_TH,
@@ -204,8 +221,7 @@ def _declare(
 
 def _agreed_max_tokens(group: dist.ProcessGroup, x_TH: Tensor, hidden: int, top_k: int) -> int:
     """What the first call of these sizes over this group agreed on."""
-    group_name = group.group_name
-    key = f"moe/{group_name}/H{hidden}/K{top_k}"
+    group_name, key = group.group_name, _sizes_key(group, hidden, top_k)
     agreed = _group.agreed_max_tokens(key)
     if agreed is None:
         if torch.compiler.is_compiling():
@@ -214,6 +230,22 @@ def _agreed_max_tokens(group: dist.ProcessGroup, x_TH: Tensor, hidden: int, top_
             _group.agree_max_tokens(key, group_name, x_TH.shape[0])
         agreed = _group.agreed_max_tokens(key)
     return agreed
+
+
+def _sizes_key(group: dist.ProcessGroup, hidden: int, top_k: int) -> str:
+    return f"moe/{group.group_name}/H{hidden}/K{top_k}"
+
+
+def _tell_peers(group, dtype, hidden: int, top_k: int, max_tokens: int | None, reason: str) -> None:
+    """Ends the peers' call, wherever they wait in it: this rank cannot make it."""
+    if max_tokens is None:
+        key = _sizes_key(group, hidden, top_k)
+        max_tokens = _group.agreed_max_tokens(key)
+        if max_tokens is None:
+            _group.agree_max_tokens(key, group.group_name, 0, reason)
+            return
+    dtype = dtype if dtype in (torch.float32, torch.bfloat16) else None
+    _group.abort_call(group.group_name, max_tokens, hidden, top_k, dtype, reason)
 
 
 def _run(settings: LayerSettings, prepare, call):
@@ -310,7 +342,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd(ctx, grad_output, *_grads_of_saved):
-    none = [None] * (_NUM_TENSORS + len(LayerSettings.__dataclass_fields__))
+    none = [None] * (_NUM_TENSORS + len(SETTING_NAMES))
     if grad_output is None:
         return tuple(none)
     stored = list(ctx.saved_tensors)
@@ -327,8 +359,16 @@ def _autograd(ctx, grad_output, *_grads_of_saved):
     )
     for name, gradient in zip(GRADIENT_ORDER, results, strict=True):
         if name in wanted:
-            none[names.index(name)] = gradient
+            none[TENSOR_NAMES.index(name)] = gradient
     return tuple(none)
+
+
+def _setup_recompute(ctx, inputs, output):
+    ctx.mark_non_differentiable(*output)
+
+
+def _no_recompute_backward(ctx, *_grads):
+    raise RuntimeError("torch.ops.mok.moe_recompute is not differentiable.")
 
 
 def _no_double_backward(ctx, *_grads):
@@ -353,3 +393,6 @@ torch.library.register_autograd(
     "mok::moe_forward", _autograd, setup_context=_setup_context, lib=_library
 )
 torch.library.register_autograd("mok::moe_backward", _no_double_backward, lib=_library)
+torch.library.register_autograd(
+    "mok::moe_recompute", _no_recompute_backward, setup_context=_setup_recompute, lib=_library
+)

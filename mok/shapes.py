@@ -38,7 +38,7 @@ class LayerTensors:
     shared_weight: Tensor | None = None
 
     def in_order(self) -> tuple[Tensor | None, ...]:
-        return tuple(vars(self).values())
+        return tuple(getattr(self, name) for name in TENSOR_NAMES)
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,12 @@ class LayerSettings:
     gradients: int
 
     def in_order(self) -> tuple:
-        return tuple(vars(self).values())
+        return tuple(getattr(self, name) for name in SETTING_NAMES)
 
+
+# Dynamo traces neither `vars` nor `dataclasses.fields`.
+TENSOR_NAMES = tuple(LayerTensors.__dataclass_fields__)
+SETTING_NAMES = tuple(LayerSettings.__dataclass_fields__)
 
 # The tensors that can have a gradient, in the order of the `gradients` bits and of moe_backward's
 # results.
@@ -81,11 +85,22 @@ def gradient_bits(wanted: set[str]) -> int:
     return sum(1 << bit for bit, name in enumerate(GRADIENT_ORDER) if name in wanted)
 
 
+def _smallest(first: int, second: int) -> int:
+    """min that keeps a symbolic size symbolic; Dynamo traces sym_min of symbolic sizes only."""
+    are_plain = isinstance(first, int) and isinstance(second, int)
+    return min(first, second) if are_plain else torch.sym_min(first, second)
+
+
+def _largest(first: int, second: int) -> int:
+    are_plain = isinstance(first, int) and isinstance(second, int)
+    return max(first, second) if are_plain else torch.sym_max(first, second)
+
+
 def worst_case_rows(num_ranks: int, num_experts: int, top_k: int, max_tokens: int) -> int:
     """Padded rows of a rank when every route of every rank lands on it, in the least favourable
     split over its experts."""
     routes = num_ranks * max_tokens * top_k
-    segments = torch.sym_min(routes, num_experts // num_ranks)
+    segments = _smallest(routes, num_experts // num_ranks)
     return (routes + segments * (PAD - 1)) // PAD * PAD
 
 
@@ -94,7 +109,7 @@ def default_ring_rows(num_ranks: int, num_experts: int, top_k: int, max_tokens: 
     routes = max_tokens * top_k
     wanted = ((5 * routes + 3) // 4 + PAD - 1) // PAD * PAD + PAD * (num_experts // num_ranks)
     worst = worst_case_rows(num_ranks, num_experts, top_k, max_tokens)
-    return torch.sym_max(torch.sym_min(wanted, worst), PAD)
+    return _largest(_smallest(wanted, worst), PAD)
 
 
 def context_shapes(tensors: LayerTensors, settings: LayerSettings) -> list[tuple[int, ...]]:
@@ -107,7 +122,7 @@ def context_shapes(tensors: LayerTensors, settings: LayerSettings) -> list[tuple
     rows = tokens = 0
     if settings.save != "none":
         worst = worst_case_rows(num_ranks, settings.num_experts, top_k, settings.max_tokens)
-        rows = torch.sym_min(settings.ring_rows, worst)
+        rows = _smallest(settings.ring_rows, worst)
         tokens = tensors.x.shape[0] if shared else 0
     return [
         (rows if settings.save == "all" else 0, hidden),
@@ -144,23 +159,49 @@ def empty_backward(tensors: LayerTensors, settings: LayerSettings) -> list[Tenso
     return results
 
 
+def check_settings(max_tokens, save, ring_rows, shared) -> None:
+    """Raises ValueError for settings of `mok.moe` that the ops do not see as they were passed."""
+    for name, value, least in (("max_tokens", max_tokens, 0), ("ring_rows", ring_rows, 1)):
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise ValueError(f"{name} is {value!r}: it must be None or an integer >= {least}.")
+    if save not in SAVE_POLICIES:
+        raise ValueError(f"save is {save!r}: it must be one of {SAVE_POLICIES}.")
+    if shared is not None and len(shared) != 3:
+        raise ValueError(f"shared has {len(shared)} tensors: it must be (gate, up, down) or None.")
+
+
+def check_weights(name: str, weights: Tensor | None) -> None:
+    """Raises TypeError for weights per route or token that are not floating-point."""
+    if weights is not None and not weights.is_floating_point():
+        raise TypeError(f"{name} is {weights.dtype}: weights are floating-point.")
+
+
+def check_sizes(x: Tensor, topk_ids: Tensor, w_gate: Tensor) -> None:
+    """Raises ValueError or TypeError unless these give T, K, H and the compute dtype."""
+    _check_dims("x", x, "[T, H]", 2)
+    _check_dims("topk_ids", topk_ids, "[T, K]", 2)
+    _check_dims("w_gate", w_gate, "[E/R, I, H]", 3)
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"x is {x.dtype}: mok computes in torch.float32 or torch.bfloat16.")
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"topk_ids is {topk_ids.dtype}: expert ids are torch.int32 or torch.int64.")
+    if x.shape[1] != w_gate.shape[2]:
+        raise ValueError(
+            f"x has H = {x.shape[1]} columns and w_gate {w_gate.shape[2]}: they must be equal."
+        )
+
+
 def check_layer(tensors: LayerTensors, settings: LayerSettings) -> None:
     """Raises ValueError or TypeError, in one sentence, for arguments no layer call can have."""
     x, ids = tensors.x, tensors.topk_ids
-    _check_dims("x", x, "[T, H]", 2)
-    _check_dims("topk_ids", ids, "[T, K]", 2)
-    _check_dims("w_gate", tensors.w_gate, "[E/R, I, H]", 3)
-    if x.dtype not in (torch.float32, torch.bfloat16):
-        raise TypeError(f"x is {x.dtype}: mok computes in torch.float32 or torch.bfloat16.")
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"topk_ids is {ids.dtype}: expert ids are torch.int32 or torch.int64.")
+    check_sizes(x, ids, tensors.w_gate)
     num_tokens, hidden = x.shape
     top_k = ids.shape[1]
     num_local, intermediate, _ = tensors.w_gate.shape
-    if settings.num_experts % num_local:
+    if num_local < 1 or settings.num_experts % num_local:
         raise ValueError(
-            f"num_experts is {settings.num_experts}: it must be a multiple of the {num_local} "
-            "experts in w_gate."
+            f"num_experts is {settings.num_experts} and w_gate has {num_local} experts: there must "
+            "be at least one, and num_experts a multiple of them."
         )
     if not 1 <= top_k <= settings.num_experts:
         raise ValueError(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 os.environ.setdefault("MOK_POISON", "1")  # the executor's scratch is NaN at the start of every call
 
 import mok
-from mok.shapes import LayerSettings, LayerTensors, empty_recompute
+from mok.shapes import empty_recompute
 from tests._exact import expected_bits, make_exact_case, without_negative_zeros
 from tests._numerics import (
     BIASES,
@@ -25,6 +25,7 @@ from tests._numerics import (
     run,
     run_contract,
 )
+from tests._ops import CONTEXT, op_arguments
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FULL = {"bias": True, "shared": 24, "shared_gate": True}
@@ -192,24 +193,6 @@ def test_fp32_parameters_are_cast_per_call():
     assert all((masters["d" + name] != cast["d" + name]).any() for name in WEIGHTS + BIASES)
 
 
-def op_arguments(case: Case, *, save, ring_rows, dtype=BF16, gradients=0):
-    tensors = {name: value.to(dtype) for name, value in case.tensors.items()}
-    weights = {name: tensors.get(name) for name in LayerTensors.__dataclass_fields__}
-    weights |= {
-        "x": tensors["x_TH"],
-        "topk_ids": case.topk_ids_TK,
-        "topk_weights": case.tensors["topk_weights_TK"],
-        "shared_weight": case.tensors.get("shared_weight_T"),
-    }
-    tokens = len(case.topk_ids_TK)
-    workspace = mok.ops._local_workspace()
-    num_experts = len(tensors["w_gate"])
-    return LayerTensors(**weights), LayerSettings(
-        workspace, num_experts, tokens, ring_rows, case.settings["activation"],
-        case.settings["swiglu_limit"], save, gradients,
-    )  # fmt: skip
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("ring_rows", [128, 256, 2048])
 @pytest.mark.parametrize("save", SAVE_POLICIES)
@@ -220,9 +203,10 @@ def test_recompute_gives_what_forward_saved(save, ring_rows, dtype):
     arguments = (*tensors.in_order(), *options.in_order())
     saved = torch.ops.mok.moe_forward(*arguments)[1:]
     again = torch.ops.mok.moe_recompute(*arguments)
-    names = ("x_rows", "gate", "up", "shared_gate", "shared_up")
     assert [t.shape for t in saved] == [t.shape for t in empty_recompute(tensors, options)]
-    assert_bitwise_equal(dict(zip(names, saved, strict=True)), dict(zip(names, again, strict=True)))
+    assert_bitwise_equal(
+        dict(zip(CONTEXT, saved, strict=True)), dict(zip(CONTEXT, again, strict=True))
+    )
 
 
 @pytest.mark.quick
