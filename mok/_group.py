@@ -1,13 +1,19 @@
 """What the ranks of a group tell each other before a layer's first call.
 
 Groups enter by name, as in torch's functional collectives: a name survives deepcopy and pickling.
-While a layer is compiled these functions run for real, at trace time, and their results are
-constants of the graph.
+While Dynamo traces, `run_at_trace_time` functions run for real and their results are constants of
+the graph; `run_eagerly` functions break the graph. A failure is told to the peers by the latter,
+once: what raises while Dynamo traces is run again eagerly. (Not so with fullgraph=True: there the
+error ends the compilation, and the peers time out.)
+
+Nothing here imports Dynamo before somebody compiles: it would triple the time `import mok` takes.
 """
+
+import functools
+import sys
 
 import torch
 import torch.distributed as dist
-from torch._dynamo.comptime import comptime
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from mok import workspace
@@ -16,7 +22,25 @@ from mok.errors import PeerAbortedError, WorkspaceClosedError
 _agreed_max_tokens: dict[str, int] = {}
 
 
-@torch.compiler.assume_constant_result
+def run_at_trace_time(function):
+    """Like `torch.compiler.assume_constant_result`."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+def run_eagerly(function):
+    """Like `torch.compiler.disable`."""
+
+    @functools.wraps(function)
+    def wrapper(*args):
+        dynamo = sys.modules.get("torch._dynamo")
+        return (function if dynamo is None else dynamo.disable(function))(*args)
+
+    wrapper._torchdynamo_disable = True
+    return wrapper
+
+
+@run_at_trace_time
 def resolve_group(group_name: str) -> dist.ProcessGroup:
     """The process group of that name; ValueError if this process has none."""
     try:
@@ -28,14 +52,13 @@ def resolve_group(group_name: str) -> dist.ProcessGroup:
         ) from error
 
 
-@torch.compiler.assume_constant_result
+@run_at_trace_time
 def agreed_max_tokens(layer_key: str) -> int | None:
     """What `agree_max_tokens` found for this layer, or None."""
     return _agreed_max_tokens.get(layer_key)
 
 
-@torch.compiler.assume_constant_result
-def agree_max_tokens(
+def _agree_max_tokens(
     layer_key: str, group_name: str, num_tokens: int, failure: str | None = None
 ) -> None:
     """One collective over the group: the largest num_tokens of all ranks, kept under layer_key.
@@ -60,7 +83,10 @@ def agree_max_tokens(
     _agreed_max_tokens[layer_key] = largest
 
 
-@torch.compiler.assume_constant_result
+agree_max_tokens = run_eagerly(_agree_max_tokens)
+
+
+@run_eagerly
 def abort_call(
     group_name: str,
     max_tokens: int,
@@ -102,6 +128,8 @@ def _is_open(name: str) -> bool:
 
 def agree_at_trace_time(layer_key: str, group_name: str, x_TH: torch.Tensor) -> None:
     """`agree_max_tokens` while Dynamo traces: the number of tokens may be symbolic there."""
+    from torch._dynamo.comptime import comptime
+
     comptime(_agree_from_trace)
 
 
@@ -109,7 +137,7 @@ def _agree_from_trace(context) -> None:
     num_tokens = context.get_local("x_TH").size(0)
     if isinstance(num_tokens, torch.SymInt):
         num_tokens = num_tokens.node.hint
-    agree_max_tokens(
+    _agree_max_tokens(
         context.get_local("layer_key").as_python_constant(),
         context.get_local("group_name").as_python_constant(),
         num_tokens,

@@ -190,7 +190,8 @@ class MoELayer(nn.Module):
                 x, topk_ids, topk_weights, return_router_output
             )
         except Exception as error:
-            if self._group_name is not None:
+            # What raises while Dynamo traces is run again eagerly, and only then told to the peers.
+            if self._group_name is not None and not torch.compiler.is_compiling():
                 self._tell_peers(x, str(error))
             raise
         group, max_tokens = self._resolve_group(x_TH)

@@ -14,7 +14,7 @@ from tests._numerics import assert_bitwise_equal, relative_error, three_way
 
 pytestmark = pytest.mark.quick
 
-H, I, E, K = 32, 48, 6, 3  # noqa: E741
+H, I, E, K = 32, 48, 6, 3
 FULL = {"shared_intermediate_size": 16, "shared_gate": True, "bias": True}
 
 

@@ -14,7 +14,7 @@ import mok
 from mok.router import load_balancing_loss
 from tests._numerics import assert_bitwise_equal, relative_error
 
-H, I, E, K = 32, 48, 6, 3  # noqa: E741
+H, I, E, K = 32, 48, 6, 3
 FULL = {"shared_intermediate_size": 16, "shared_gate": True, "bias": True}
 
 

@@ -20,7 +20,7 @@ from tests._numerics import (
     three_way,
 )
 
-H, I, E, K = 32, 48, 24, 3  # noqa: E741
+H, I, E, K = 32, 48, 24, 3
 PER_TOKEN = ("out", "dx_TH", "dtopk_weights_TK", "dshared_weight_T")
 SHARED = ("dshared_gate", "dshared_up", "dshared_down")
 

@@ -8,7 +8,7 @@ import mok
 from tests._harness import run_ranks
 from tests._numerics import assert_bitwise_equal
 
-H, I, E, K = 32, 48, 12, 3  # noqa: E741
+H, I, E, K = 32, 48, 12, 3
 
 
 def make_layer(group, **settings):
@@ -62,3 +62,32 @@ def test_no_tokens_on_one_rank(backend, checkpointed):
 def test_inductor_agrees_on_max_tokens_while_tracing(dynamic):
     counts = [(12, 0), (6, 5), (0, 12)]
     run_ranks(2, job, counts, "inductor", False, dynamic, {}, timeout=240)
+
+
+def refused_job(rank, group, settings, when):
+    """One rank's compiled layer refuses its input; then all make two good calls."""
+    torch._dynamo.reset()
+    torch.manual_seed(5)
+    layer = mok.MoELayer(H, I, E, K, group=group, **settings)
+    compiled = torch.compile(layer, backend="aot_eager")
+    x = torch.randn(3, H).bfloat16()
+    if when == "later":
+        compiled(x)
+    try:
+        compiled(x.double() if rank == 1 else x)
+        outcome = None
+    except Exception as error:
+        outcome = type(error).__name__, str(error)
+    return outcome, compiled(x).shape[0], layer(x).shape[0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_tokens": 6}])
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_a_refused_input_reaches_the_peers_once(settings, when):
+    (peer, *after), (culprit, *after_too) = run_ranks(2, refused_job, settings, when, timeout=240)
+    assert culprit[0] == "TypeError"
+    assert "x is torch.float64" in culprit[1]
+    # Dynamo wraps what is raised while the peers agree at trace time.
+    assert "PeerAbortedError" in f"{peer[0]}: {peer[1]}"
+    assert "x is torch.float64" in peer[1]
+    assert after == after_too == [3, 3]
