@@ -261,7 +261,8 @@ def ninja_file(config: Config) -> str:
         *shlex.split(os.environ.get("LDFLAGS", "")),
     ]
     link_flags += standard_library_flags(config.cxx)
-    objects = compile_cpp(core_sources(config.root)[0], [])
+    toolkit = [] if config.cuda is None else config.cuda.include_flags  # types of the driver's API
+    objects = compile_cpp(core_sources(config.root)[0], toolkit)
     core_flags = ["-Wl,-soname,libmok_core.so", "-Wl,-z,defs", "-ldl", "-lrt"]
     for source in cuda_sources:
         flags = nvcc_flags(config, source) + common
@@ -279,7 +280,8 @@ def ninja_file(config: Config) -> str:
     torch_include = [f"-isystem{config.torch_home / 'include'}"]  # pybind11's headers are there too
     bindings = config.root / "csrc" / "bindings"
 
-    flags = [*torch_include, f"-isystem{sysconfig.get_paths()['include']}"]
+    # pybind11's templates are most of the build's time, and nothing in them is hot.
+    flags = ["-O1", *torch_include, f"-isystem{sysconfig.get_paths()['include']}"]
     objects = compile_cpp(sorted((bindings / "python").glob("*.cpp")), flags)
     ninja.build(python_module, "link", objects, [*link_core, *link_flags], implicit=[core])
 
