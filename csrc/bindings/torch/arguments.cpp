@@ -32,7 +32,8 @@ void check_sizes(const Tensor& tensor, const char* name, std::initializer_list<i
 
 bool rows_contiguous(const Tensor& tensor) {
     const int64_t last = tensor.dim() - 1;
-    return tensor.size(last) <= 1 || tensor.stride(last) == 1;
+    // Strides of an empty tensor mean nothing (the gradient of a sum over T = 0 tokens has zeros).
+    return tensor.numel() == 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1;
 }
 
 int64_t element_stride(const Tensor& tensor, int64_t dim) {
