@@ -178,7 +178,8 @@ def simulate(
             ("gate_up", "down", "dhidden", "dx", and per row block "wgrad_gate", ...), "claim",
             "store", "pull" (per piece and pull warp), "link" (per piece from another rank, all
             pull warps of a rank together), "launch" (rank r starts r times this later).
-        tuning: overrides of the configuration table ("lag_waves", "group_m", "window_blocks", ...).
+        tuning: overrides of the configuration table ("lag_waves", "group_m", "window_blocks", ...);
+            "block_m" is also the pad of the plan.
 
     Raises ValueError naming the argument for sizes that no layer can have. A broken rule is no
     exception: it is in the result's `errors`.
@@ -197,7 +198,11 @@ def simulate(
             seed=seed_list[0],
         )
     arrays = [torch.as_tensor(rank_ids).to(torch.int64).numpy() for rank_ids in ids]
-    settings = _settings(
+    if not arrays:
+        raise ValueError("ids is empty: pass one [T, K] tensor per rank.")
+    if any(array.ndim != 2 or array.shape[1] == 0 for array in arrays):
+        raise ValueError("ids must be [T, K] with K >= 1 for every rank.")
+    settings = schedule_settings(
         native,
         arrays,
         num_experts=num_experts,
@@ -229,7 +234,7 @@ def simulate(
     )
 
 
-def _settings(
+def schedule_settings(
     native,
     arrays,
     *,
@@ -245,19 +250,21 @@ def _settings(
     num_sms: int = 132,
     tuning: Mapping[str, int] | None = None,
 ) -> dict:
-    """What the native functions take, with every default filled in."""
+    """What the native `schedule` and `simulate` take, with every default filled in."""
     if gradients is None:
         gradients = [name for name in ALL_GRADIENTS if not name.startswith("b_")]
     unknown = sorted(set(gradients) - set(ALL_GRADIENTS))
     if unknown:
         raise ValueError(f"gradients has {unknown[0]!r}: use {', '.join(ALL_GRADIENTS)}.")
+    tuning = dict(tuning or {})
+    pad = tuning.get("block_m", PAD)
     if ring_rows is None:
-        max_tokens = max((len(ids) for ids in arrays), default=0)
-        top_k = arrays[0].shape[1] if arrays else 1
-        ring_rows = native.default_ring_rows(len(arrays), num_experts, top_k, max_tokens, PAD)
+        ring_rows = native.default_ring_rows(
+            len(arrays), num_experts, arrays[0].shape[1], max(map(len, arrays)), pad
+        )
     return {
         "num_experts": num_experts,
-        "pad": PAD,
+        "pad": pad,
         "hidden": hidden,
         "intermediate": intermediate,
         "shared_intermediate": shared_intermediate,
@@ -268,5 +275,5 @@ def _settings(
         "zero_idle": not accumulate,
         "num_sms": num_sms,
         "row_bytes": 2 * hidden,
-        "tuning": dict(tuning or {}),
+        "tuning": tuning,
     }

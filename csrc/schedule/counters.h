@@ -52,13 +52,6 @@ MOK_HD int32_t store_parts(const ScheduleShape& shape, int32_t rows) {
     return parts > 0 ? parts : 1;
 }
 
-/// Rows of a row block that pulls fill.
-MOK_HD int32_t pulled_rows(const ScheduleShape& shape, const Table& table, const Piece& piece,
-                           int32_t block) {
-    return shape.zeroes_padding(piece.chunk) ? shape.block_m
-                                             : valid_rows(shape, table, false, piece.expert, block);
-}
-
 /// Rows of a gradient tile of the matrix: the last row tile may be short.
 MOK_HD int32_t gradient_tile_rows(const ScheduleShape& shape, const Task& task) {
     if (!task.is_wgrad()) return 1;
@@ -80,37 +73,42 @@ MOK_HD bool makes_gate_up(const ScheduleShape& shape, bool shared, int32_t chunk
     return shape.runs(Phase::kGateUp, shared ? 0 : chunk);
 }
 
-/// The value a counter has when the call ends.
+/// The final value of a counter of one row block, whose expert and chunk the caller knows.
+MOK_HD int32_t block_final_value(const ScheduleShape& shape, const Table& table, Counter counter, bool shared,
+                                 int32_t expert, int32_t chunk, int32_t block) {
+    const ExpertTiles& tiles = shared ? shape.shared : shape.routed;
+    const int32_t valid = valid_rows(shape, table, shared, expert, block);
+    switch (counter) {
+        case Counter::kX:
+        case Counter::kDout:
+            if (shared || !shape.pulls(counter == Counter::kX ? Pulled::kX : Pulled::kDout, chunk)) return 0;
+            return (shape.zeroes_padding(chunk) ? shape.block_m : valid) * shape.pull_pieces;
+        case Counter::kGateUp:
+            return makes_gate_up(shape, shared, chunk) ? tiles.gate_up * store_parts(shape, valid) : 0;
+        case Counter::kHiddenRead:
+            return tiles.down;
+        case Counter::kDHidden:
+            return tiles.dhidden * store_parts(shape, valid);
+        default:
+            return tiles.dx + tiles.router;
+    }
+}
+
+/// The value a counter has when the call ends, by its index.
 MOK_HD int32_t final_value(const ScheduleShape& shape, const Table& table, Counter counter, int32_t index) {
     if (counter == Counter::kSpanRead) return shape.routed.span_tiles();
     if (counter == Counter::kAccumulator) {
         Task task = empty_task(TaskKind::kExit);
         set_gradient_tile(shape, shape.routed, index, task);
-        return table.chunks[table.num_chunks].cut_ordinal *
-               store_parts(shape, gradient_tile_rows(shape, task));
+        const int32_t num_stretches = table.chunks[table.num_chunks].cut_ordinal;
+        return num_stretches * store_parts(shape, gradient_tile_rows(shape, task));
     }
-    const bool shared = index < shape.num_shared_blocks;
-    const int32_t block = shared ? index : index - shape.num_shared_blocks;
-    const Piece none{block, block + 1, -1, 0, 0, 0, false};
-    const Piece& piece = shared ? none : table.pieces[find_piece(table, block)];
-    const ExpertTiles& tiles = shared ? shape.shared : shape.routed;
-    const int32_t parts = store_parts(shape, valid_rows(shape, table, shared, piece.expert, block));
-    switch (counter) {
-        case Counter::kX:
-        case Counter::kDout: {
-            const Pulled what = counter == Counter::kX ? Pulled::kX : Pulled::kDout;
-            if (shared || !shape.pulls(what, piece.chunk)) return 0;
-            return pulled_rows(shape, table, piece, block) * shape.pull_pieces;
-        }
-        case Counter::kGateUp:
-            return makes_gate_up(shape, shared, piece.chunk) ? tiles.gate_up * parts : 0;
-        case Counter::kHiddenRead:
-            return tiles.down;
-        case Counter::kDHidden:
-            return tiles.dhidden * parts;
-        default:
-            return tiles.dx + tiles.router;
+    if (index < shape.num_shared_blocks) {
+        return block_final_value(shape, table, counter, true, -1, 0, index);
     }
+    const int32_t block = index - shape.num_shared_blocks;
+    const Piece& piece = table.pieces[find_piece(table, block)];
+    return block_final_value(shape, table, counter, false, piece.expert, piece.chunk, block);
 }
 
 constexpr int32_t kFinal = -1;

@@ -15,8 +15,9 @@ void check_schedule(const PlanShape& plan_shape, const ScheduleSizes& sizes, con
     MOK_CHECK(sizes.shared_intermediate >= 0, "shared_intermediate = ", sizes.shared_intermediate,
               ": must not be negative; 0 means no shared expert.");
     MOK_CHECK(sizes.num_sms >= 1, "num_sms = ", sizes.num_sms, ": must be at least 1.");
-    MOK_CHECK(plan_shape.pad % config.block_m == 0, "pad = ", plan_shape.pad, ": must be a multiple of the ",
-              config.block_m, " rows of a row block.");
+    // So every row block has a valid row: its pulls are what makes its tasks wait for the ring.
+    MOK_CHECK(plan_shape.pad == config.block_m, "pad = ", plan_shape.pad, ": must equal the ", config.block_m,
+              " rows of a row block.");
     MOK_CHECK(sizes.ring_rows >= plan_shape.pad && sizes.ring_rows % plan_shape.pad == 0,
               "ring_rows = ", sizes.ring_rows, ": must be a positive multiple of the pad ", plan_shape.pad,
               ".");

@@ -10,7 +10,8 @@
 
 namespace mok::schedule {
 
-/// Checks that sizes are positive and ring_rows fits pad and row blocks; throws std::invalid_argument.
+/// Checks that sizes are positive, the pad is a row block and ring_rows whole row blocks; throws
+/// std::invalid_argument.
 void check_schedule(const PlanShape& plan_shape, const ScheduleSizes& sizes, const KernelConfig& config);
 
 class HostSchedule {

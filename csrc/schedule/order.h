@@ -17,8 +17,9 @@ MOK_HD bool comes_before(const ScheduleShape& shape, const Table& table, int32_t
                          int32_t g) {
     const Piece& later = table.pieces[g];
     if (later.begin >= table.pieces[d].end + shape.phases[phase_idx].lag_blocks) return true;
-    const int32_t reach = shape.reuse_by_chunk ? table.chunks[later.chunk].end : later.end;
-    return table.pieces[d].begin < reach - shape.reuse_blocks;
+    const bool by_chunk = shape.reuse_by_chunk;
+    const int32_t reach = (by_chunk ? table.chunks[later.chunk].end : later.end) - shape.reuse_blocks;
+    return (by_chunk ? table.pieces[d].span_begin : table.pieces[d].begin) < reach;
 }
 
 /// The piece whose first phase follows phase `phase_idx` of piece d; num_pieces when none does.

@@ -99,9 +99,9 @@ struct ScheduleShape {
     int32_t pull_pieces;       // copies per row
     int32_t num_phases;
     PhaseRule phases[kMaxPhases];
-    /// Before a row block's first task come all tasks of the block that lay `reuse_blocks` earlier in its
-    /// ring slot: of the block itself (forward) or of every block of its chunk (backward, where its pulls may
-    /// fill rows of the whole chunk).
+    /// Before a piece's first phase come all phases of the pieces whose ring slots, `reuse_blocks` earlier,
+    /// are used again: by the piece itself (forward), or by any row block of its chunk (backward, where a
+    /// pull that the piece waits for may fill rows of the whole chunk).
     int32_t reuse_blocks;
     bool reuse_by_chunk;
     ExpertTiles routed, shared;
@@ -214,7 +214,7 @@ MOK_HD void set_phases(const KernelConfig& config, ScheduleShape& shape) {
         round_up<int64_t>(ceil_div<int64_t>(group_tasks, fewest > 0 ? fewest : 1), config.group_m));
 }
 
-/// The shape of one call. ring_rows is a multiple of the plan's pad, and the pad of block_m.
+/// The shape of one call. The plan's pad is block_m, and ring_rows a multiple of it.
 MOK_HD ScheduleShape make_schedule_shape(const ScheduleSizes& sizes, const KernelConfig& config) {
     ScheduleShape shape{};
     shape.sizes = sizes;

@@ -91,6 +91,18 @@ Bug parse_bug(const std::string& text) {
     return Bug{found.kind, found.has_counter ? parse_counter(text.substr(colon + 1)) : Counter::kX};
 }
 
+std::vector<std::string> all_bugs() {
+    std::vector<std::string> texts;
+    for (const BugName& bug : kBugNames) {
+        if (bug.kind == BugKind::kNone) continue;
+        if (!bug.has_counter) texts.push_back(bug.name);
+        for (int32_t c = 0; bug.has_counter && c < kNumCounters; ++c) {
+            texts.push_back(concat(bug.name, ":", kCounterNames[c]));
+        }
+    }
+    return texts;
+}
+
 std::string describe(const Task& task) {
     std::string text = task.shared ? "shared " : "";
     text += task_kind_name(task.kind);

@@ -131,6 +131,8 @@ Counter parse_counter(const std::string& name);
 Policy parse_policy(const std::string& name);
 /// "kind" or "kind:counter".
 Bug parse_bug(const std::string& text);
+/// Every text that parse_bug takes, in order.
+std::vector<std::string> all_bugs();
 std::string describe(const Task& task);
 
 }  // namespace mok::schedule

@@ -311,6 +311,7 @@ void bind_schedule(py::module_& module) {
                "Runs the schedule of all ranks once per seed until a rule is broken; see mok.simulate.");
     module.def("schedule", &schedule_of, py::arg("ids"), py::arg("rank"), py::arg("settings"),
                "One rank's tasks, runs, pieces, pulls and final counters as columns.");
+    module.def("simulator_bugs", &all_bugs, "Every mistake that mok.simulate can plant.");
     module.def("kernel_configs", &configs, "The rows of the configuration table.");
     module.def(
         "choose_config",
