@@ -33,7 +33,7 @@ wheel: environment
 	@ls -1 dist/*.whl
 
 sdist: environment
-	@$(PY) setup.py --quiet sdist --dist-dir dist
+	@$(PY) -W ignore setup.py --quiet sdist --dist-dir dist
 	@ls -1 dist/*.tar.gz
 
 environment:
