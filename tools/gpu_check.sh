@@ -10,7 +10,8 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 exec </dev/null
-export OUT=${OUT:-build/gpu-check} PYTHON=${PYTHON:-python} PYTHONPATH=$PWD PYTHONDONTWRITEBYTECODE=1
+export OUT=${OUT:-build/gpu-check} PYTHON=${PYTHON:-python} PYTHONPATH=$PWD
+export PYTHONDONTWRITEBYTECODE=1 MOK_REQUIRE_GPU=1
 budget=${BUDGET:-520}
 mkdir -p "$OUT"
 steps=${*:-build tests benchmarks sanitizer}

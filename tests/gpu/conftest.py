@@ -1,4 +1,9 @@
-"""Tests of this folder need a CUDA device and a build with kernels for it; elsewhere they skip."""
+"""Tests of this folder need a CUDA device and a build with kernels for it; elsewhere they skip.
+
+MOK_REQUIRE_GPU=1 makes them fail instead: for machines that are there to run them.
+"""
+
+import os
 
 import pytest
 import torch
@@ -15,15 +20,19 @@ def why_not() -> str | None:
     return None
 
 
+def skip(reason: str) -> None:
+    (pytest.fail if os.environ.get("MOK_REQUIRE_GPU") == "1" else pytest.skip)(reason)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def needs_cuda() -> None:
     if reason := why_not():
-        pytest.skip(reason)
+        skip(reason)
 
 
 @pytest.fixture
 def needs_sm90() -> None:
     if not hasattr(torch.ops.mok, "_sm90_ptx_test"):
-        pytest.skip("this copy of mok was built without kernels for sm_90a")
+        skip("this copy of mok was built without kernels for sm_90a")
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("this GPU is not of compute capability 9.0")

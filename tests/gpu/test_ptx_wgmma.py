@@ -30,7 +30,7 @@ def accumulators_to_matrix(registers: np.ndarray) -> np.ndarray:
     return matrix
 
 
-@pytest.mark.parametrize("swizzles", itertools.product((B128, B64, B32), repeat=2))
+@pytest.mark.parametrize("swizzles", [*itertools.product((B128, B64, B32), repeat=2)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_wgmma(shape, swizzles):
     n, major_a, major_b = shape
