@@ -66,11 +66,17 @@ def group_of(process_group: dist.ProcessGroup | None) -> Group:
 
 
 def create(
-    group: Group, settings: dict[str, Any], new_core: Callable[[], Any], timeout_s: float
+    group: Group,
+    settings: dict[str, Any],
+    new_core: Callable[[], Any],
+    timeout_s: float,
+    *,
+    confirm: bool = False,
 ) -> Any:
     """Makes this rank's window by `new_core` and maps the peers'. Collective.
 
-    The ranks compare `settings` and learn of each other's failures before they touch memory.
+    The ranks compare `settings` and learn of each other's failures before they touch memory; with
+    `confirm` they also learn whether all could map all windows, before any of them returns.
     """
     if group.num_ranks == 1:
         core = new_core()
@@ -86,15 +92,28 @@ def create(
         raise
     try:
         store.set(mine, json.dumps({"settings": settings, "address": core.address()}))
-        entries = _gather(store, prefix, group, timeout_s)
+        entries = _gather(store, prefix, "", group, timeout_s)
         _check(entries, group)
-        core.connect([entry["address"] for entry in entries], timeout_s)
+        try:
+            core.connect([entry["address"] for entry in entries], timeout_s)
+        except Exception as error:
+            if confirm:
+                store.set(f"{mine}/mapped", json.dumps(str(error)))
+            raise
+        if confirm:
+            store.set(f"{mine}/mapped", json.dumps(None))
+            _check_mapped(_gather(store, prefix, "/mapped", group, timeout_s))
     except Exception:
         core.close(0)
         raise
     # All peers have our window, so they have read this; a later group may use the same store.
     with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
         store.delete_key(mine)
+        # Who reads the confirmations last removes them.
+        if confirm and store.add(f"{prefix}/confirmed", 1) == group.num_ranks:
+            for rank in range(group.num_ranks):
+                store.delete_key(f"{prefix}/{rank}/mapped")
+            store.delete_key(f"{prefix}/confirmed")
     return core
 
 
@@ -112,8 +131,10 @@ def _next_prefix(group: Group) -> str:
     return prefix
 
 
-def _gather(store: dist.Store, prefix: str, group: Group, timeout_s: float) -> list[dict]:
-    keys = [f"{prefix}/{rank}" for rank in range(group.num_ranks)]
+def _gather(
+    store: dist.Store, prefix: str, suffix: str, group: Group, timeout_s: float
+) -> list[Any]:
+    keys = [f"{prefix}/{rank}{suffix}" for rank in range(group.num_ranks)]
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except Exception as error:
@@ -143,3 +164,9 @@ def _check(entries: list[dict], group: Group) -> None:
     for rank, entry in enumerate(entries):
         if "error" in entry:
             raise SymmetricHeapError(f"rank {rank} could not create its window: {entry['error']}")
+
+
+def _check_mapped(failures: list[str | None]) -> None:
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise SymmetricHeapError(f"rank {rank} could not map its peers' windows: {failure}")

@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 
 from mok import _C, _rendezvous
+from mok._devices import describe_device as describe_device
 from mok.errors import PeerAbortedError, PeerTimeoutError, WorkspaceClosedError
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 # Address space only: memory is taken as tensors are allocated.
-_DEFAULT_ARENA_BYTES = 1 << 30
+_HOST_ARENA_BYTES = 1 << 30
+_HOST = -1  # csrc/symm/heap.h: kHostDevice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +35,20 @@ class _Spec:
     top_k: int
     dtype: torch.dtype
     arena_bytes: int
+    device: torch.device
 
     def settings(self) -> dict[str, Any]:
+        """What must be equal on all ranks."""
+        return self._core_settings() | {"device": self.device.type}
+
+    def new_core(self, name: str) -> _C.Workspace:
+        index = _HOST if self.device.type == "cpu" else self.device.index
+        group = self.group
+        return _C.Workspace(
+            name, group.rank, group.num_ranks, **self._core_settings(), device=index
+        )
+
+    def _core_settings(self) -> dict[str, Any]:
         return {
             "max_tokens": self.max_tokens,
             "hidden_size": self.hidden_size,
@@ -81,8 +95,15 @@ class Workspace:
         return self._spec.dtype
 
     @property
+    def device(self) -> torch.device:
+        return self._spec.device
+
+    @property
     def backing(self) -> str:
-        """What the windows are made of: "memfd", or "memory" for one rank."""
+        """What the windows are made of: "memfd", or "memory" for one rank.
+
+        On a GPU "fabric" or "posix_fd" for several ranks (`describe_device` says which and why).
+        """
         return self._core.backing
 
     @property
@@ -97,22 +118,28 @@ class Workspace:
     def check(self) -> None:
         """Raises what has made this workspace unusable, if anything has.
 
-        Raises PeerTimeoutError, PeerAbortedError or WorkspaceClosedError.
+        Raises PeerTimeoutError, PeerAbortedError or WorkspaceClosedError. Waits for nothing: on a
+        GPU it knows what kernels have found so far, also after the CUDA context was lost.
         """
         self._core.check()
 
     def set_timeout(self, seconds: float) -> None:
-        """How long one barrier of a call may wait (at first `MOK_TIMEOUT_S`, else 600 s)."""
+        """How long one barrier of a call may wait (at first `MOK_TIMEOUT_S`, else 600 s).
+
+        On a GPU this holds for barriers that begin from now on, those of captured graphs included.
+        """
         self._core.set_timeout(seconds)
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of a contiguous CPU tensor lies in this rank's window."""
+        """Whether the memory of a contiguous tensor lies in this rank's window."""
         return self._core.contains(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
     def close(self, timeout_s: float | None = None) -> None:
         """Frees the memory. Collective: waits until the peers close too, at most `timeout_s`.
 
         Tensors of `symm_empty` stay valid and are freed when they die. Closing again does nothing.
+        On a GPU it waits for this rank's own work instead, for no peer (they keep what they have
+        mapped); with timeout_s=0 barriers that still wait give up.
         Raises PeerTimeoutError naming the ranks that did not close; here it is closed even then.
         """
         if timeout_s is not None and not timeout_s >= 0:
@@ -163,12 +190,14 @@ def declare(
     hidden_size: int,
     top_k: int,
     dtype: torch.dtype,
+    device: torch.device | str | None = None,
 ) -> str:
     """Remembers the settings of a workspace and returns its name; equal settings, equal name.
 
     Nothing is allocated and no peer is asked; `ensure` does that. `group=None` is one rank by
     itself. `max_tokens`, `hidden_size` (elements) and `top_k` (experts per token) are the largest
-    of any call and equal on all ranks; `dtype` is torch.float32 or torch.bfloat16.
+    of any call and equal on all ranks; `dtype` is torch.float32 or torch.bfloat16; `device` is
+    where the calls run, the CPU unless given, and for "cuda" the current device.
     """
     for argument, value in (
         ("max_tokens", max_tokens),
@@ -182,10 +211,17 @@ def declare(
         raise ValueError(f"dtype is {dtype}, but must be torch.float32 or torch.bfloat16.")
     with _lock:
         spec_group = _rendezvous.group_of(group)
-        spec = _Spec(spec_group, max_tokens, hidden_size, top_k, dtype, _arena_bytes())
+        where = _workspace_device(device)
+        default_arena = _HOST_ARENA_BYTES
+        if where.type == "cuda":  # taken at once: room for x and dout of a call
+            default_arena = 2 * max_tokens * hidden_size * dtype.itemsize
+        arena = _arena_bytes(default_arena)
+        spec = _Spec(spec_group, max_tokens, hidden_size, top_k, dtype, arena, where)
         stem = f"{spec_group.key}/T{max_tokens}-H{hidden_size}-K{top_k}-{_DTYPES[dtype]}"
-        if spec.arena_bytes != _DEFAULT_ARENA_BYTES:
-            stem += f"-A{spec.arena_bytes}"
+        if where.type == "cuda":
+            stem += f"-cuda{where.index}"
+        if arena != default_arena:
+            stem += f"-A{arena}"
         name, generation = stem, 1
         # A closed workspace stays closed, a failed one failed; new layers get a new one.
         while name in _closed or name in _failed:
@@ -234,7 +270,9 @@ def abort(name: str, reason: str) -> None:
 
     For a rank that raises before its op ran: the peers are in that op, or will be. Waits for
     nobody, also when the workspace is still to be created (the peers' `ensure` raises then), and
-    raises nothing: the caller has its own error. The next call works.
+    raises nothing: the caller has its own error. The next call works. On a GPU, where the peers are
+    told in the order of the current stream and learn of it only after their call has returned, no
+    call works any more: all ranks' workspaces have ended.
     """
     with _lock:
         spec = _specs.get(name)
@@ -245,7 +283,7 @@ def abort(name: str, reason: str) -> None:
             _rendezvous.abort(spec.group, spec.settings(), reason)
             return
     with contextlib.suppress(PeerAbortedError, PeerTimeoutError, WorkspaceClosedError):
-        workspace._core.abort(reason)
+        workspace._core.abort(reason, _current_stream(spec.device))
 
 
 def close(name: str, timeout_s: float | None = None) -> None:
@@ -261,12 +299,14 @@ def symm_empty(
     group: dist.ProcessGroup | None = None,
     workspace: Workspace | str | None = None,
 ) -> torch.Tensor:
-    """An uninitialised CPU tensor in a workspace's arena; as an input it need not be copied.
+    """An uninitialised tensor in a workspace's arena; as an input it need not be copied.
 
     Without `workspace`, the only open one of `group` is taken, or else the only one declared, which
     all ranks create together. `dtype` is the workspace's unless given. Ranks may
     allocate differently. Memory goes back when the tensor's storage dies, also after the
-    workspace was closed. Raises SymmetricHeapError when the arena is full (`MOK_ARENA_BYTES`).
+    workspace was closed; on a GPU it may be handed out again at once, so that work on other streams
+    that still reads it has to be waited for first. Raises SymmetricHeapError when the arena is full
+    (`MOK_ARENA_BYTES`; on a GPU it holds an x and a dout of the largest call unless set).
     """
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
     if workspace is None:
@@ -278,8 +318,10 @@ def symm_empty(
         raise ValueError(f"size is {tuple(shape)}, but no extent may be negative.")
     count = math.prod(shape)
     if count == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device=workspace.device)
     buffer = workspace._core.arena_allocate(count * dtype.itemsize)
+    if workspace.device.type == "cuda":
+        return torch.as_tensor(buffer, device=workspace.device).view(dtype).view(shape)
     return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
 
@@ -298,13 +340,26 @@ def _only_workspace_of(group: dist.ProcessGroup | None) -> str:
     return names[0]
 
 
-def _arena_bytes() -> int:
+def _arena_bytes(default: int) -> int:
     text = os.environ.get("MOK_ARENA_BYTES", "")
     if not text:
-        return _DEFAULT_ARENA_BYTES
+        return default
     if not text.isdecimal():
         raise ValueError(f"MOK_ARENA_BYTES is {text!r}, but must be a whole number of bytes.")
     return int(text)
+
+
+def _workspace_device(device: torch.device | str | None) -> torch.device:
+    where = torch.device("cpu" if device is None else device)
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {where}, but must be the CPU or a CUDA device.")
+    if where.type == "cuda" and where.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if where.type == "cpu" else where
+
+
+def _current_stream(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
 
 
 def _closed_error(name: str) -> WorkspaceClosedError:
@@ -323,8 +378,9 @@ def _create(name: str) -> Workspace:
         core = _rendezvous.create(
             spec.group,
             spec.settings(),
-            lambda: _C.Workspace(name, spec.group.rank, spec.group.num_ranks, **spec.settings()),
+            lambda: spec.new_core(name),
             _C.default_timeout(),
+            confirm=spec.device.type == "cuda",
         )
     except PeerAbortedError:
         raise  # of this call only

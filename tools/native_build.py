@@ -29,6 +29,9 @@ DEFAULT_CUDA_ARCHS = "90a"
 # name is built for all.
 ARCH_FAMILIES = {"sm90": ("90",), "sm100": ("100", "103")}
 
+# Folders of csrc whose C++ calls CUDA's driver or runtime.
+CUDA_LAYERS = ("symm", "launch")
+
 
 class BuildError(Exception):
     """One sentence for the person who builds."""
@@ -261,8 +264,11 @@ def ninja_file(config: Config) -> str:
         *shlex.split(os.environ.get("LDFLAGS", "")),
     ]
     link_flags += standard_library_flags(config.cxx)
-    toolkit = [] if config.cuda is None else config.cuda.include_flags  # types of the driver's API
-    objects = compile_cpp(core_sources(config.root)[0], toolkit)
+    cpp_sources = core_sources(config.root)[0]
+    cuda_users = [source for source in cpp_sources if source.parent.name in CUDA_LAYERS]
+    objects = compile_cpp([source for source in cpp_sources if source not in cuda_users], [])
+    toolkit = [] if config.cuda is None else config.cuda.include_flags
+    objects += compile_cpp(cuda_users, toolkit)
     core_flags = ["-Wl,-soname,libmok_core.so", "-Wl,-z,defs", "-ldl", "-lrt"]
     for source in cuda_sources:
         flags = nvcc_flags(config, source) + common

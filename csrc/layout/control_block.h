@@ -2,8 +2,9 @@
 // data.
 //
 // Slot s of rank r's block is written by rank s only and read by rank r (and, to find who holds up whom, by
-// others); the head is written by its owner, except for the doorbell. All words start as the zeros of fresh
-// memory and are never reset. `csrc/comm/peer_comm.h` has the protocol.
+// others); the head is written by its owner, except for the doorbell. All words start as zeros and are never
+// reset. `csrc/comm/peer_comm.h` has the protocol of the CPU, `csrc/comm/device/peer_barrier.cuh` that of
+// GPUs, which use the epochs, the fatal records and the device state only.
 #pragma once
 
 #include <cstdint>
@@ -54,11 +55,22 @@ struct alignas(128) PeerSlot {
     AbortRecord aborts[kAbortRing];  // call c in place c % kAbortRing
 };
 
+/// What the kernels of one workspace on a GPU keep for themselves; no peer looks at it.
+struct alignas(128) DeviceState {
+    uint64_t epoch;      // the last peer barrier that this rank passed
+    uint64_t limit_ns;   // how long one wait of a barrier may take
+    uint32_t expired;    // ptx::WaitLimits::expired: non-zero ends every wait and every later barrier at once
+    uint32_t ended;      // 1: by an abort, here or at a peer; nothing is to trap
+    uint32_t announced;  // 1: this rank has told its peers that it makes no further call
+    uint32_t blamed[kMaxGroupRanks / 32];  // scratch of a barrier that expires
+};
+
 struct alignas(128) ControlHead {
     uint32_t doorbell;  // a futex: everything written to this block ends with one increment
     uint32_t sleeping;  // 1 while the owner sleeps on the doorbell
     uint64_t waiting;   // the epoch that the owner waits for; 0 outside barriers
     alignas(128) char header[kCallHeaderBytes];
+    DeviceState device;
 };
 
 MOK_HD ControlHead* control_head(char* window) {

@@ -40,19 +40,22 @@ Mapping::Mapping(int64_t stride, int num_windows)
     : stride_(stride), num_windows_(num_windows), owner_(getpid()) {
     MOK_CHECK(stride <= (int64_t{1} << 46) / num_windows, "a window of ", stride, " bytes for each of ",
               num_windows, " ranks does not fit the address space; lower max_tokens or MOK_ARENA_BYTES.");
-    base_ = static_cast<char*>(map_or_throw(nullptr, stride * num_windows, PROT_NONE,
-                                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, "the windows"));
-}
-
-Mapping::~Mapping() {
-    if (is_ours()) munmap(base_, static_cast<size_t>(stride_ * num_windows_));
 }
 
 bool Mapping::is_ours() const {
     return getpid() == owner_;
 }
 
-void Mapping::map_shared(int window, int fd) {
+HostMapping::HostMapping(int64_t stride, int num_windows) : Mapping(stride, num_windows) {
+    base_ = static_cast<char*>(map_or_throw(nullptr, stride * num_windows, PROT_NONE,
+                                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, "the windows"));
+}
+
+HostMapping::~HostMapping() {
+    if (is_ours()) munmap(base_, static_cast<size_t>(stride_ * num_windows_));
+}
+
+void HostMapping::map_shared(int window, int fd) {
     map_or_throw(base_ + window * stride_, stride_, PROT_READ | PROT_WRITE,
                  MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, "a window");
     // A forked data loader would otherwise keep the memory alive, and could write to it.
@@ -60,12 +63,12 @@ void Mapping::map_shared(int window, int fd) {
     is_shared_ = true;
 }
 
-void Mapping::map_private(int window) {
+void HostMapping::map_private(int window) {
     map_or_throw(base_ + window * stride_, stride_, PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, "a window");
 }
 
-void Mapping::keep_only(char* begin, int64_t bytes) {
+void HostMapping::keep_only(char* begin, int64_t bytes) {
     if (!is_ours()) return;
     const auto drop = [](char* from, char* to) {
         if (to > from) {
@@ -75,6 +78,28 @@ void Mapping::keep_only(char* begin, int64_t bytes) {
     };
     drop(base_, begin);
     drop(begin + bytes, base_ + stride_ * num_windows_);
+}
+
+void HostMapping::take_memory(char* begin, int64_t bytes) {
+    if (!is_shared_) return;
+    char* first_page = begin - reinterpret_cast<uintptr_t>(begin) % static_cast<uintptr_t>(page_bytes());
+    const auto length = static_cast<size_t>(begin + bytes - first_page);
+    if (madvise(first_page, length, kMadvPopulateWrite) != 0 && errno != EINVAL) {
+        throw HeapError(concat("the system has no memory for ", bytes, " bytes in the arena: ",
+                               strerror(errno), "; free memory or raise the container's limit."));
+    }
+}
+
+void HostMapping::give_memory_back(char* begin, int64_t bytes) {
+    madvise(begin, static_cast<size_t>(bytes), is_shared_ ? MADV_REMOVE : MADV_DONTNEED);
+}
+
+void HostMapping::copy_in(char* to, const void* from, int64_t bytes) {
+    memcpy(to, from, static_cast<size_t>(bytes));
+}
+
+void HostMapping::copy_out(void* to, const char* from, int64_t bytes) {
+    memcpy(to, from, static_cast<size_t>(bytes));
 }
 
 Arena::Arena(std::shared_ptr<Mapping> mapping, char* begin, int64_t bytes)
@@ -102,15 +127,11 @@ void* Arena::allocate(int64_t bytes) {
     }
     const auto [offset, size] = *gap;
     char* block = begin_ + offset;
-    if (mapping_->is_shared()) {
-        char* first_page = block - reinterpret_cast<uintptr_t>(block) % static_cast<uintptr_t>(page_bytes());
-        const auto length = static_cast<size_t>(block + bytes - first_page);
-        if (madvise(first_page, length, kMadvPopulateWrite) != 0 && errno != EINVAL) {
-            const int error = errno;
-            give_back(offset, bytes);
-            throw HeapError(concat("the system has no memory for ", bytes, " bytes in the arena: ",
-                                   strerror(error), "; free memory or raise the container's limit."));
-        }
+    try {
+        mapping_->take_memory(block, bytes);
+    } catch (const HeapError&) {
+        give_back(offset, bytes);
+        throw;
     }
     free_.erase(gap);
     if (size > bytes) free_[offset + bytes] = size - bytes;
@@ -154,8 +175,7 @@ void Arena::give_back(int64_t offset, int64_t bytes) {
     const int64_t last =
         std::min(gap->first + gap->second, (offset + bytes + page - 1) / page * page) / page * page;
     if (last > first) {
-        madvise(begin_ + first, static_cast<size_t>(last - first),
-                mapping_->is_shared() ? MADV_REMOVE : MADV_DONTNEED);
+        mapping_->give_memory_back(begin_ + first, last - first);
     }
 }
 

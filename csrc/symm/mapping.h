@@ -12,32 +12,56 @@ namespace mok {
 
 int64_t page_bytes();
 
-/// Unmaps itself, except in a process forked from the one that mapped it: there nothing was inherited
-/// (MADV_DONTFORK), and the addresses may belong to something else.
+/// A range of equal windows. Its memory lives as long as the object, except in a process forked from the one
+/// that made it: there nothing was inherited, and the addresses may belong to something else.
 class Mapping {
   public:
-    Mapping(int64_t stride, int num_windows);
     Mapping(const Mapping&) = delete;
     Mapping& operator=(const Mapping&) = delete;
-    ~Mapping();
+    virtual ~Mapping() = default;
 
     char* window(int rank) const { return base_ + rank * stride_; }
     int64_t stride() const { return stride_; }
-    bool is_shared() const { return is_shared_; }
     /// True in the process that created it.
     bool is_ours() const;
 
-    /// Maps a window onto the peer's descriptor. `who` is for the error.
-    void map_shared(int window, int fd);
-    void map_private(int window);
-    /// Gives everything but [begin, begin + bytes) back to the system; the addresses stay reserved.
-    void keep_only(char* begin, int64_t bytes);
+    /// Sees to it that the range has memory; throws HeapError if there is none.
+    virtual void take_memory(char* begin, int64_t bytes) = 0;
+    /// What [begin, begin + bytes) holds is not needed any more.
+    virtual void give_memory_back(char* begin, int64_t bytes) = 0;
+    /// Only [begin, begin + bytes), of the own window, is still used.
+    virtual void keep_only(char* begin, int64_t bytes) = 0;
+    /// Copies between host memory and any window; visible to the peers on return.
+    virtual void copy_in(char* to, const void* from, int64_t bytes) = 0;
+    virtual void copy_out(void* to, const char* from, int64_t bytes) = 0;
 
-  private:
+  protected:
+    Mapping(int64_t stride, int num_windows);
+
     int64_t stride_;
     int num_windows_;
-    char* base_;
+    char* base_ = nullptr;
+
+  private:
     pid_t owner_;
+};
+
+/// Windows of host memory: mapped files that peers map too, or private memory of one rank.
+class HostMapping final : public Mapping {
+  public:
+    HostMapping(int64_t stride, int num_windows);
+    ~HostMapping() override;
+
+    void map_shared(int window, int fd);
+    void map_private(int window);
+
+    void take_memory(char* begin, int64_t bytes) override;
+    void give_memory_back(char* begin, int64_t bytes) override;
+    void keep_only(char* begin, int64_t bytes) override;
+    void copy_in(char* to, const void* from, int64_t bytes) override;
+    void copy_out(void* to, const char* from, int64_t bytes) override;
+
+  private:
     bool is_shared_ = false;
 };
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "csrc/layout/check.h"
+#include "csrc/symm/device_heap.h"
 #include "csrc/symm/workspace.h"
 
 namespace mok {
@@ -42,19 +43,23 @@ std::shared_ptr<Workspace> create_workspace(const WorkspaceSpec& spec) {
     workspace->top_k = spec.top_k;
     workspace->dtype = spec.dtype;
     int64_t fixed_bytes = 1;  // one rank passes its tensors by pointer: the heap is its arena
+    if (spec.device != kHostDevice) fixed_bytes = PeerComm::control_bytes(spec.num_ranks);
     if (spec.num_ranks > 1) {
         workspace->layout = window_layout(PeerComm::control_bytes(spec.num_ranks), spec.max_tokens,
                                           spec.top_k, spec.hidden, spec.dtype);
         fixed_bytes = workspace->layout.bytes;
     }
-    workspace->heap = std::make_unique<SymmHeap>(spec.rank, spec.num_ranks, fixed_bytes, spec.arena_bytes);
+    workspace->heap =
+        std::make_unique<SymmHeap>(spec.rank, spec.num_ranks, fixed_bytes, spec.arena_bytes, spec.device);
     return workspace;
 }
 
 void connect_workspace(Workspace& workspace, const std::vector<std::string>& addresses, double timeout_s) {
     SymmHeap& heap = *workspace.heap;
     heap.connect(addresses, timeout_s);
-    if (heap.num_ranks() > 1) {
+    if (workspace.is_device()) {
+        workspace.device_comm = make_device_comm(heap);
+    } else if (heap.num_ranks() > 1) {
         workspace.comm = std::make_unique<PeerComm>(heap.window(heap.rank()), heap.stride(), heap.rank(),
                                                     heap.num_ranks());
     }
@@ -79,6 +84,13 @@ std::shared_ptr<Workspace> find_workspace(const std::string& name) {
     return found->second;
 }
 
+void set_workspace_timeout(Workspace& workspace, double seconds) {
+    const std::lock_guard lock(workspace.mutex);
+    if (workspace.comm) workspace.comm->set_timeout(seconds);
+    if (workspace.device_comm && !workspace.closed)
+        set_device_timeout(*workspace.heap, *workspace.device_comm, seconds);
+}
+
 void abort_workspace(Workspace& workspace, const std::string& reason) {
     require_open(workspace);
     const std::lock_guard lock(workspace.mutex);
@@ -93,6 +105,7 @@ void check_workspace(Workspace& workspace) {
     const std::lock_guard lock(workspace.mutex);
     require_open(workspace);
     if (workspace.comm) workspace.comm->check();
+    if (workspace.device_comm) workspace.device_comm->check();
 }
 
 std::vector<int> close_workspace(Workspace& workspace, double seconds) {
@@ -113,6 +126,7 @@ std::vector<int> close_workspace(Workspace& workspace, double seconds) {
     workspace.closed = true;
     std::vector<int> missing;
     if (workspace.comm) missing = workspace.comm->close(seconds);
+    if (workspace.device_comm && seconds <= 0) end_device_waits(*workspace.heap);
     if (workspace.heap) workspace.heap->close();
     workspace.scratch.release();
     return missing;

@@ -22,6 +22,7 @@ struct WorkspaceSpec {
     int64_t top_k = 0;
     DType dtype = DType::kFloat32;
     int64_t arena_bytes = 0;
+    int device = -1;  // a CUDA device, or SymmHeap's kHostDevice
 };
 
 /// Allocates this rank's window; neither connected nor registered. Throws HeapError.
@@ -35,13 +36,16 @@ void register_workspace(std::shared_ptr<Workspace> workspace);
 std::shared_ptr<Workspace> find_workspace(const std::string& name);
 
 /// Leaves the open call, or makes the next one to leave it: the peers raise PeerAborted with the reason in
-/// it.
+/// it. On a GPU it is launch/device_workspace.h that tells the peers.
 void abort_workspace(Workspace& workspace, const std::string& reason);
-/// Throws what broke the workspace, or WorkspaceClosed.
+/// How long one barrier may wait; on a GPU also in graphs that were captured before.
+void set_workspace_timeout(Workspace& workspace, double seconds);
+/// Throws what broke the workspace, or WorkspaceClosed. Makes no CUDA call.
 void check_workspace(Workspace& workspace);
 /// Takes the workspace from the registry, tells the peers, waits for theirs at most `seconds` (0: not at all,
 /// not even for a call that another thread has under way) and frees the memory. Returns the ranks that did
-/// not close in time.
+/// not close in time. On a GPU nobody waits for peers, who keep what they have mapped: the work that this
+/// rank has launched is waited for, and if `seconds` is 0 its barriers give up first.
 std::vector<int> close_workspace(Workspace& workspace, double seconds);
 
 }  // namespace mok

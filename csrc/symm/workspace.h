@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 
+#include "csrc/comm/device_comm.h"
 #include "csrc/comm/peer_comm.h"
 #include "csrc/layout/window.h"
 #include "csrc/symm/heap.h"
@@ -19,8 +20,9 @@ namespace mok {
 /// every call.
 struct Workspace {
     std::string name;
-    std::unique_ptr<SymmHeap> heap;  // null for one rank without an arena
-    std::unique_ptr<PeerComm> comm;  // null for one rank
+    std::unique_ptr<SymmHeap> heap;           // null for one rank without an arena
+    std::unique_ptr<PeerComm> comm;           // null for one rank and on a GPU
+    std::unique_ptr<DeviceComm> device_comm;  // on a GPU, once connected
     WindowLayout layout{};
     int64_t max_tokens = 0;
     int64_t hidden = 0;
@@ -30,8 +32,9 @@ struct Workspace {
     std::mutex mutex;
     bool closed = false;
 
-    int rank() const { return comm ? heap->rank() : 0; }
-    int num_ranks() const { return comm ? heap->num_ranks() : 1; }
+    int rank() const { return heap ? heap->rank() : 0; }
+    int num_ranks() const { return heap ? heap->num_ranks() : 1; }
+    bool is_device() const { return heap && heap->device() != kHostDevice; }
 };
 
 }  // namespace mok

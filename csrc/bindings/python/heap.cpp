@@ -4,8 +4,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cstring>
-
 #include "csrc/comm/interrupt.h"
 #include "csrc/comm/peer_comm.h"
 #include "csrc/layout/check.h"
@@ -15,15 +13,24 @@
 namespace py = pybind11;
 
 namespace mok::python {
+
+// csrc/bindings/python/device_heap.cpp: what differs on a GPU.
+void prepare_workspace(Workspace& workspace);
+void barrier_workspace(Workspace& workspace, uint32_t phase, uintptr_t stream);
+void end_workspace(Workspace& workspace, const std::string& reason, uintptr_t stream);
+std::vector<int> shut_workspace(Workspace& workspace, double seconds);
+
 namespace {
 
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
-/// Memory of an arena as a Python buffer. torch.frombuffer holds the object until the tensor's storage dies.
+/// Memory of an arena as a Python buffer, or on a GPU by __cuda_array_interface__. torch.frombuffer and
+/// torch.as_tensor hold the object until the tensor's storage dies.
 class ArenaBuffer {
   public:
     ArenaBuffer(SymmHeap& heap, int64_t bytes)
-        : arena_(heap.arena()),
+        : is_device_(heap.device() != kHostDevice),
+          arena_(heap.arena()),
           data_(heap.arena_allocate(bytes)),
           bytes_(bytes),
           offset_(heap.offset(data_)) {}
@@ -32,11 +39,22 @@ class ArenaBuffer {
     ~ArenaBuffer() { arena_->free(data_); }
 
     py::buffer_info buffer() const {
+        if (is_device_) throw py::buffer_error("the memory is a GPU's; use __cuda_array_interface__");
         return {data_, 1, py::format_descriptor<uint8_t>::format(), 1, {bytes_}, {int64_t{1}}};
+    }
+    py::dict cuda_array_interface() const {
+        if (!is_device_) throw py::attribute_error("the memory is the host's; use the buffer protocol");
+        py::dict interface;
+        interface["shape"] = py::make_tuple(bytes_);
+        interface["typestr"] = "|u1";
+        interface["data"] = py::make_tuple(reinterpret_cast<uintptr_t>(data_), false);
+        interface["version"] = 2;
+        return interface;
     }
     int64_t offset() const { return offset_; }
 
   private:
+    bool is_device_;
     std::shared_ptr<Arena> arena_;
     void* data_;
     int64_t bytes_;
@@ -58,12 +76,6 @@ class HeldPeerComm {
     std::shared_ptr<SymmHeap> heap_;
     PeerComm comm_;
 };
-
-char* range(const SymmHeap& heap, int rank, int64_t offset, int64_t bytes) {
-    MOK_CHECK(offset >= 0 && bytes >= 0 && bytes <= heap.stride() && offset <= heap.stride() - bytes, "[",
-              offset, ", ", offset + bytes, ") is not within a window of ", heap.stride(), " bytes.");
-    return heap.window(rank) + offset;
-}
 
 /// What a signal's handler raised while a C++ wait slept: raised again by the interpreter as soon as it runs.
 struct PendingError {
@@ -97,19 +109,21 @@ DType parse_dtype(const std::string& name) {
 void bind_symm_heap(py::module_& module) {
     py::class_<ArenaBuffer>(module, "ArenaBuffer", py::buffer_protocol())
         .def_buffer([](ArenaBuffer& self) { return self.buffer(); })
+        .def_property_readonly("__cuda_array_interface__", &ArenaBuffer::cuda_array_interface)
         .def_property_readonly("offset", &ArenaBuffer::offset, "Bytes from the window's start.");
 
     py::class_<SymmHeap, std::shared_ptr<SymmHeap>>(
         module, "SymmHeap",
         "Equal windows of memory, one per rank, all mapped by every rank (csrc/symm/heap.h).")
-        .def(py::init<int, int, int64_t, int64_t>(), py::arg("rank"), py::arg("num_ranks"),
-             py::arg("fixed_bytes"), py::arg("arena_bytes") = 0, Unlocked())
+        .def(py::init<int, int, int64_t, int64_t, int>(), py::arg("rank"), py::arg("num_ranks"),
+             py::arg("fixed_bytes"), py::arg("arena_bytes") = 0, py::arg("device") = kHostDevice, Unlocked())
         .def("address", &SymmHeap::address)
         .def("connect", &SymmHeap::connect, py::arg("addresses"), py::arg("timeout_s"), Unlocked())
         .def_property_readonly("rank", &SymmHeap::rank)
         .def_property_readonly("num_ranks", &SymmHeap::num_ranks)
         .def_property_readonly("stride", &SymmHeap::stride)
         .def_property_readonly("fixed_bytes", &SymmHeap::fixed_bytes)
+        .def_property_readonly("device", &SymmHeap::device, "A CUDA device, or -1 for host memory.")
         .def_property_readonly("backing", &SymmHeap::backing)
         .def_property_readonly("closed", &SymmHeap::closed)
         .def("window",
@@ -124,18 +138,18 @@ void bind_symm_heap(py::module_& module) {
              })
         .def("read",
              [](const SymmHeap& self, int rank, int64_t offset, int64_t bytes) {
-                 return py::bytes(range(self, rank, offset, bytes), static_cast<size_t>(bytes));
+                 MOK_CHECK(bytes >= 0 && bytes <= self.stride(), "bytes is ", bytes, ", but must be in [0, ",
+                           self.stride(), "].");
+                 std::string data(static_cast<size_t>(bytes), '\0');
+                 self.read(rank, offset, data.data(), bytes);
+                 return py::bytes(data);
              })
         .def("write",
              [](SymmHeap& self, int rank, int64_t offset, const py::bytes& data) {
                  const auto bytes = static_cast<std::string_view>(data);
-                 memcpy(range(self, rank, offset, static_cast<int64_t>(bytes.size())), bytes.data(),
-                        bytes.size());
+                 self.write(rank, offset, bytes.data(), static_cast<int64_t>(bytes.size()));
              })
         .def("arena_allocate", [](SymmHeap& self, int64_t bytes) { return new ArenaBuffer(self, bytes); })
-        .def_property_readonly("fixed_bytes", [](const Workspace& self) { return self.heap->fixed_bytes(); })
-        .def_property_readonly("scratch_bytes",
-                               [](const Workspace& self) { return self.scratch.total_bytes(); })
         .def_property_readonly("arena_in_use",
                                [](const SymmHeap& self) { return self.arena()->bytes_in_use(); })
         .def("close", &SymmHeap::close);
@@ -176,37 +190,44 @@ void bind_workspace(py::module_& module) {
     py::class_<Workspace, std::shared_ptr<Workspace>>(module, "Workspace",
                                                       "One group's windows, barriers and scratch.")
         .def(py::init([](const std::string& name, int rank, int num_ranks, int64_t max_tokens,
-                         int64_t hidden_size, int64_t top_k, const std::string& dtype, int64_t arena_bytes) {
+                         int64_t hidden_size, int64_t top_k, const std::string& dtype, int64_t arena_bytes,
+                         int device) {
                  return create_workspace({name, rank, num_ranks, max_tokens, hidden_size, top_k,
-                                          parse_dtype(dtype), arena_bytes});
+                                          parse_dtype(dtype), arena_bytes, device});
              }),
              py::arg("name"), py::arg("rank"), py::arg("num_ranks"), py::arg("max_tokens"),
-             py::arg("hidden_size"), py::arg("top_k"), py::arg("dtype"), py::arg("arena_bytes"), Unlocked())
+             py::arg("hidden_size"), py::arg("top_k"), py::arg("dtype"), py::arg("arena_bytes"),
+             py::arg("device") = kHostDevice, Unlocked())
         .def_property_readonly("name", [](const Workspace& self) { return self.name; })
         .def_property_readonly("closed", [](const Workspace& self) { return self.closed; })
         .def_property_readonly("backing", [](const Workspace& self) { return self.heap->backing(); })
+        .def_property_readonly("device", [](const Workspace& self) { return self.heap->device(); })
         .def_property_readonly("window_bytes", [](const Workspace& self) { return self.heap->stride(); })
+        .def_property_readonly("fixed_bytes", [](const Workspace& self) { return self.heap->fixed_bytes(); })
+        .def_property_readonly("scratch_bytes",
+                               [](const Workspace& self) { return self.scratch.total_bytes(); })
         .def_property_readonly("arena_in_use",
                                [](const Workspace& self) { return self.heap->arena()->bytes_in_use(); })
         .def("address", [](const Workspace& self) { return self.heap->address(); })
-        .def("connect", &connect_workspace, py::arg("addresses"), py::arg("timeout_s"), Unlocked())
-        .def("register", &register_workspace)
         .def(
-            "set_timeout",
-            [](Workspace& self, double seconds) {
-                const std::lock_guard lock(self.mutex);
-                if (self.comm) self.comm->set_timeout(seconds);
+            "connect",
+            [](Workspace& self, const std::vector<std::string>& addresses, double timeout_s) {
+                connect_workspace(self, addresses, timeout_s);
+                prepare_workspace(self);
             },
-            Unlocked())
+            py::arg("addresses"), py::arg("timeout_s"), Unlocked())
+        .def("register", &register_workspace)
+        .def("set_timeout", &set_workspace_timeout, py::arg("seconds"), Unlocked())
         .def("arena_allocate",
              [](Workspace& self, int64_t bytes) { return new ArenaBuffer(*self.heap, bytes); })
         .def("contains",
              [](const Workspace& self, uintptr_t address, int64_t bytes) {
                  return self.heap->contains(reinterpret_cast<const void*>(address), bytes);
              })
-        .def("abort", &abort_workspace, py::arg("reason"), Unlocked())
+        .def("barrier", &barrier_workspace, py::arg("phase"), py::arg("stream"), Unlocked())
+        .def("abort", &end_workspace, py::arg("reason"), py::arg("stream") = 0, Unlocked())
         .def("check", &check_workspace, Unlocked())
-        .def("close", &close_workspace, py::arg("seconds"), Unlocked());
+        .def("close", &shut_workspace, py::arg("seconds"), Unlocked());
     module.def("default_timeout", &PeerComm::default_timeout);
     module.def("find_workspace", &find_workspace, py::arg("name"));
 }

@@ -4,6 +4,7 @@
 namespace mok::python {
 void bind_errors(pybind11::module_& module);
 void bind_heap(pybind11::module_& module);
+void bind_device_heap(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
 void bind_kernels(pybind11::module_& module);
@@ -13,6 +14,7 @@ PYBIND11_MODULE(_C, module) {
     module.doc() = "The torch-free part of mok: symmetric heap, plan, schedule, simulator, CPU kernels.";
     mok::python::bind_errors(module);
     mok::python::bind_heap(module);
+    mok::python::bind_device_heap(module);
     mok::python::bind_plan(module);
     mok::python::bind_schedule(module);
     mok::python::bind_kernels(module);
