@@ -1,6 +1,7 @@
 // The order of runs. The pass's first phase visits the pieces in row order; a later phase of piece d comes
 // right before the first piece g of the first phase that lies `lag_blocks` behind d, or that needs d's ring
-// slots.
+// slots. Forward, g needs the slots of its own row blocks. Backward it needs those of its whole chunk, and a
+// slot is free only when the whole span in it has been summed over.
 //
 // Both conditions are monotone in d and g, so a run's place in the order follows from binary searches over
 // the pieces: no run depends on the place of another.
