@@ -111,7 +111,7 @@ struct SimStats {
     int64_t steps = 0;
     int64_t tasks = 0;
     int64_t pulls = 0;
-    int64_t pulled_rows = 0;
+    int64_t units = 0;  // distinct (source rank, token) of a chunk
     int64_t chunks = 0;
     int64_t waits = 0;    // times an agent had to wait for a counter
     double duration = 0;  // microseconds, timed runs

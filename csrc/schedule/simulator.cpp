@@ -79,7 +79,7 @@ void Simulator::reset(const SimOptions& options) {
         result_.errors.insert(result_.errors.end(), model.errors.begin(), model.errors.end());
         result_.stats.tasks += static_cast<int64_t>(model.tasks.size());
         result_.stats.pulls += model.table().num_pulls;
-        result_.stats.pulled_rows += model.units.num_units;
+        result_.stats.units += model.units.num_units;
         result_.stats.chunks += model.table().num_chunks;
     }
 }

@@ -121,32 +121,32 @@ def test_holds_for_any_layer(data):
     )
 
 
-FORWARD_WAIT = "read before written"
+UNWRITTEN = "read before written"
 OVERWRITE = "overwritten before last reader"
 
 # Case, bug, type of the first error.
 PLANTED = [
-    (SKEWED, "drop_wait:x", FORWARD_WAIT),
-    (SKEWED, "drop_wait:gate_up", FORWARD_WAIT),
+    (SKEWED, "drop_wait:x", UNWRITTEN),
+    (SKEWED, "drop_wait:gate_up", UNWRITTEN),
     (SKEWED, "drop_wait:hidden_read", OVERWRITE),
-    (REPLAY, "drop_wait:dout", FORWARD_WAIT),
-    (REPLAY, "drop_wait:dhidden", FORWARD_WAIT),
+    (REPLAY, "drop_wait:dout", UNWRITTEN),
+    (REPLAY, "drop_wait:dhidden", UNWRITTEN),
     (REPLAY, "drop_wait:dx_read", OVERWRITE),
     (REPLAY, "drop_wait:span_read", OVERWRITE),
     (CUT, "drop_wait:accumulator", "accumulator out of order"),
-    (SKEWED, "shift_wait:x", FORWARD_WAIT),
-    (SKEWED, "shift_wait:gate_up", FORWARD_WAIT),
+    (SKEWED, "shift_wait:x", UNWRITTEN),
+    (SKEWED, "shift_wait:gate_up", UNWRITTEN),
     (SKEWED, "shift_wait:hidden_read", OVERWRITE),
-    (REPLAY, "shift_wait:dout", FORWARD_WAIT),
-    (REPLAY, "shift_wait:dhidden", FORWARD_WAIT),
+    (REPLAY, "shift_wait:dout", UNWRITTEN),
+    (REPLAY, "shift_wait:dhidden", UNWRITTEN),
     (REPLAY, "shift_wait:dx_read", OVERWRITE),
     (REPLAY, "shift_wait:span_read", OVERWRITE),
     (CUT, "shift_wait:accumulator", "accumulator out of order"),
-    (SKEWED, "early_signal:x", FORWARD_WAIT),
-    (SKEWED, "early_signal:gate_up", FORWARD_WAIT),
+    (SKEWED, "early_signal:x", UNWRITTEN),
+    (SKEWED, "early_signal:gate_up", UNWRITTEN),
     (SKEWED, "early_signal:hidden_read", OVERWRITE),
-    (REPLAY, "early_signal:dout", FORWARD_WAIT),
-    (REPLAY, "early_signal:dhidden", FORWARD_WAIT),
+    (REPLAY, "early_signal:dout", UNWRITTEN),
+    (REPLAY, "early_signal:dhidden", UNWRITTEN),
     (REPLAY, "early_signal:dx_read", OVERWRITE),
     (REPLAY, "early_signal:span_read", OVERWRITE),
     (CUT, "early_signal:accumulator", "accumulator out of order"),
@@ -159,7 +159,7 @@ PLANTED = [
     (REPLAY, "never_signal:span_read", "deadlock"),
     (CUT, "never_signal:accumulator", "deadlock"),
     (SKEWED, "signal_once_per_tile", "deadlock"),
-    (REPLAY, "first_block_only", FORWARD_WAIT),
+    (REPLAY, "first_block_only", UNWRITTEN),
     (SKEWED, "swap_order", "deadlock"),
     (REPLAY, "swap_order", "deadlock"),
     (SKEWED, "ignore_reuse", "deadlock"),
@@ -178,8 +178,8 @@ PLANTED = [
     (SKEWED, "lose_task", "deadlock"),
     (IDLE, "lose_task", "tile missing"),
     (IDLE, "skip_zero", "idle gradient not zeroed"),
-    (SKEWED, "skip_start_barrier", FORWARD_WAIT),
-    (SKEWED, "skip_end_barrier", FORWARD_WAIT),
+    (SKEWED, "skip_start_barrier", UNWRITTEN),
+    (SKEWED, "skip_end_barrier", UNWRITTEN),
 ]
 
 

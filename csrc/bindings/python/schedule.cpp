@@ -139,7 +139,7 @@ py::dict stats_dict(const SimStats& stats) {
     result["steps"] = stats.steps;
     result["tasks"] = stats.tasks;
     result["pulls"] = stats.pulls;
-    result["units"] = stats.pulled_rows;
+    result["units"] = stats.units;
     result["chunks"] = stats.chunks;
     result["waits"] = stats.waits;
     result["duration"] = stats.duration;
