@@ -163,6 +163,23 @@ def test_double_backward_is_refused_in_one_sentence(through):
     assert "\n" not in str(info.value)
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("loss", [torch.sum, lambda out: (out.T.contiguous() * 1).sum()])
+def test_a_gradient_of_any_strides(tokens, loss):
+    """A sum expands one number to the shape of dout, a transpose strides its last dimension."""
+    case = make_case(tokens, 2, 3, 16, 24, **FULL)
+    case.dout_TH = torch.ones(tokens, 16)
+    dtypes = {"topk_weights_TK": FP32, "shared_weight_T": FP32}
+    leaves = {
+        name: tensor.to(dtypes.get(name, BF16), copy=True).requires_grad_()
+        for name, tensor in case.tensors.items()
+    }
+    out = call(mok.moe, leaves, case.topk_ids_TK)
+    loss(out).backward()
+    results = {"out": out.detach()} | {"d" + name: leaf.grad for name, leaf in leaves.items()}
+    assert_bitwise_equal(results, run(mok.moe, case, BF16))
+
+
 def test_outputs_without_a_gradient_path_need_no_backward():
     case = make_case(12, 2, 3, 16, 24)
     leaves = {name: t.clone().requires_grad_() for name, t in case.tensors.items()}
@@ -175,7 +192,7 @@ def test_outputs_without_a_gradient_path_need_no_backward():
 @pytest.mark.parametrize("ring_rows", [128, 4096])
 def test_gradients_accumulate_into_given_buffers(dtype, buffer_dtype, ring_rows):
     """main_grad: one FP32 add, rounded to the buffer's type; an idle expert's is left alone."""
-    case = make_case(150, 3, 6, 16, 24, **FULL)
+    case = make_case(150, 3, 6, 16, 24, **FULL, routing="uniform")
     case.topk_ids_TK[case.topk_ids_TK == 4] = 0  # 4 is idle, 0 longer than a small ring
     exact = run(mok.moe, case, dtype, weight_dtype=FP32)
     options = {"gradients": ALL_GRADIENTS, "ring_rows": ring_rows, "dtype": dtype}
@@ -203,7 +220,7 @@ def test_gradients_accumulate_into_given_buffers(dtype, buffer_dtype, ring_rows)
 
 
 def test_idle_experts_are_zeroed_when_gradients_overwrite():
-    case = make_case(30, 2, 6, 16, 24, bias=True)
+    case = make_case(30, 2, 6, 16, 24, bias=True, routing="uniform")
     case.topk_ids_TK.clamp_(0, 3)
     args = flat_arguments(
         case, gradients=ALL_GRADIENTS & ~gradient_bits({"shared_weight", *SHARED})
