@@ -76,7 +76,7 @@ if wanted tests; then
 fi
 
 if wanted benchmarks; then
-    for name in plan combine; do
+    for name in plan combine barrier; do
         run "bench-$name" 60 "$PYTHON" "benchmarks/$name.py" --out "$OUT"
         [ -s "$OUT/bench-$name.log" ] && cat "$OUT/bench-$name.log"
     done

@@ -58,16 +58,19 @@ class HeldDeviceComm {
         heap_->window(heap_->rank());  // throws if closed
         return *heap_;
     }
-    DeviceComm& comm() { return *comm_; }
+    DeviceComm& comm() {
+        heap();
+        return *comm_;
+    }
 
     void barrier(uint32_t phase, uintptr_t stream) {
-        comm_->check();
+        comm().check();
         const std::shared_ptr<void> current = enter();
         launch::launch_peer_barrier(comm_->group(), static_cast<PeerPhase>(phase),
                                     reinterpret_cast<void*>(stream));
     }
     void abort(const std::string& reason, uintptr_t stream) {
-        comm_->check();
+        comm().check();
         const std::shared_ptr<void> current = enter();
         launch::launch_peer_end(comm_->group(), reason, reinterpret_cast<void*>(stream));
         comm_->end(reason);
@@ -75,7 +78,7 @@ class HeldDeviceComm {
 
     void rounds(uint32_t rounds, int64_t data_offset, uint64_t first, uintptr_t wrong, uintptr_t passed,
                 bool blocks_are_ranks, uintptr_t stream) {
-        comm_->check();
+        comm().check();
         const std::shared_ptr<void> current = enter();
         launch::launch_peer_rounds({comm_->group(), blocks_are_ranks, rounds, data_offset, first,
                                     reinterpret_cast<uint32_t*>(wrong), reinterpret_cast<uint32_t*>(passed)},
