@@ -194,7 +194,8 @@ class MoELayer(nn.Module):
             if self._group_name is not None and not torch.compiler.is_compiling():
                 self._tell_peers(x, str(error))
             raise
-        group, max_tokens = self._resolve_group(x_TH)
+        max_tokens = self._agreed_max_tokens(x_TH)
+        name = self._group_name
         shared = self.shared
         out_TH = ops.moe(
             x_TH,
@@ -209,7 +210,7 @@ class MoELayer(nn.Module):
             shared_weight_T=shared_weight_T,
             activation=self.activation,
             swiglu_limit=self.swiglu_limit,
-            group=group,
+            group=None if name is None else _group.resolve_group(name),
             max_tokens=max_tokens,
             save=self.save,
             ring_rows=self.ring_rows,
@@ -296,20 +297,18 @@ class MoELayer(nn.Module):
             )
         return flat_TK
 
-    def _resolve_group(self, x_TH):
-        """The process group and max_tokens of this call; agrees on max_tokens in the first one."""
-        if self._group_name is None:
-            return None, self.max_tokens
-        max_tokens = self.max_tokens
-        if max_tokens is None:
-            max_tokens = _group.agreed_max_tokens(self._key)
-        if max_tokens is None:
+    def _agreed_max_tokens(self, x_TH):
+        """max_tokens of this call; the first one without it agrees on it with the peers."""
+        if self.max_tokens is not None or self._group_name is None:
+            return self.max_tokens
+        agreed = _group.agreed_max_tokens(self._key)
+        if agreed is None:
             if torch.compiler.is_compiling():
                 _group.agree_at_trace_time(self._key, self._group_name, x_TH)
             else:
                 _group.agree_max_tokens(self._key, self._group_name, x_TH.shape[0])
-            max_tokens = _group.agreed_max_tokens(self._key)
-        return _group.resolve_group(self._group_name), max_tokens
+            agreed = _group.agreed_max_tokens(self._key)
+        return agreed
 
     def _tell_peers(self, x, reason):
         """Ends the peers' call with `mok.PeerAbortedError`, wherever they wait in it."""
