@@ -89,6 +89,14 @@ void read_three(const PtxTest& test, size_t first, T (&values)[3]) {
     for (size_t i = 0; i < 3; ++i) values[i] = static_cast<T>(number(test, first + i));
 }
 
+/// What hardware answers with an illegal instruction, and the process's context is lost.
+void check_corner(const char* what, const int32_t (&at)[3], int64_t element_bytes, bool may_be_negative) {
+    MOK_CHECK(at[0] * element_bytes % 16 == 0, "tma test ", what, " at ", at[0], ", ", at[1], ", ", at[2],
+              ": the first must be a multiple of ", 16 / element_bytes, " elements (16 bytes).");
+    MOK_CHECK(may_be_negative || (at[0] >= 0 && at[1] >= 0 && at[2] >= 0), "tma test ", what, " at ", at[0],
+              ", ", at[1], ", ", at[2], ": a store must not begin before 0.");
+}
+
 /// numbers: element bytes (2: BF16, 4: FP32), dimensions, swizzle (as the tensor map has it), mode, then
 /// three each, innermost first: sizes of inputs[0], box, where to load, sizes of outputs[1], where to store.
 void run_tma(const PtxTest& test) {
@@ -119,6 +127,8 @@ void run_tma(const PtxTest& test) {
     output(test, 0, params.bytes);
     read_three(test, 10, params.load_at);
     read_three(test, 16, params.store_at);
+    check_corner("loads", params.load_at, element_bytes, /* may_be_negative */ true);
+    check_corner("stores", params.store_at, element_bytes, /* may_be_negative */ false);
     launch("ptx_tma", ptx_tma_kernel, {1, 128, params.bytes + 256}, test.stream, params);
 }
 

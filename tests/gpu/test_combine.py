@@ -195,5 +195,5 @@ def test_wrong_arguments_are_named(change, message):
     names = ("rows", "shared_rows", "shared_weight", "ids_TK", "weights_TK")
     case = dict(zip(names, make_case(4, 2, 64, FP32), strict=True)) | change
     arguments = [None if tensor is None else tensor.cuda() for tensor in case.values()]
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(ValueError, match=message):
         torch.ops.mok._weighted_sum_out(*arguments, torch.empty(4, 64, device="cuda"))

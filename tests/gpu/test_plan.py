@@ -181,5 +181,5 @@ def test_wrong_arguments_are_named(change, message):
     rank = change.pop("rank", 0)
     for name, value in change.items():
         setattr(planner, name, value)
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(ValueError, match=message):
         planner.launch(rank)

@@ -154,7 +154,7 @@ def test_conversions():
 
 
 def test_an_unknown_test_and_short_buffers_are_refused():
-    with pytest.raises(RuntimeError, match="there is no test named 'nothing'"):
+    with pytest.raises(ValueError, match="there is no test named 'nothing'"):
         run("nothing", [], [], [filled(1)])
-    with pytest.raises(RuntimeError, match=r"outputs\[0\] has 4 bytes, needs 12800"):
+    with pytest.raises(ValueError, match=r"outputs\[0\] has 4 bytes, needs 12800"):
         run("mbarrier", [], [25], [filled(1)])

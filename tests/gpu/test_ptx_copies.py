@@ -6,10 +6,18 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gpu._isolated import Isolated
 from tests.gpu._ptx import filled, run, to_gpu, words
 
 SWIZZLE_BYTES = {0: 0, 1: 32, 2: 64, 3: 128}  # as tensor maps number them
 PLAIN, HINT, REDUCE = 0, 1, 2
+
+
+@pytest.fixture(scope="module")
+def isolated():
+    child = Isolated()
+    yield child
+    child.close()
 
 
 def swizzled(lines: np.ndarray, swizzle: int) -> np.ndarray:
@@ -73,8 +81,10 @@ COPIES = [
     TensorCopy("32B", (256, 200, 1), (16, 256, 1), (64, 0, 0), (64, 256, 1), (16, 0, 0), 1),
     TensorCopy("fp32 128B", (96, 40, 1), (32, 40, 1), (32, 0, 0), (32, 40, 1), (0, 0, 0), 3, FP32),
     TensorCopy("past the end", (72, 70, 1), (64, 64, 1), (64, 64, 0), (72, 70, 1), (64, 64, 0), 3),
-    TensorCopy("before 0", (72, 70, 1), (64, 64, 1), (-16, -5, 0), (72, 70, 1), (-16, -5, 0), 3),
-    TensorCopy("outside", (64, 64, 1), (64, 64, 1), (0, 64, 0), (64, 64, 1), (64, 0, 0), 3),
+    # Only loads may begin before 0.
+    TensorCopy("before 0", (72, 70, 1), (64, 64, 1), (-16, -5, 0), (72, 70, 1), (8, 3, 0), 3),
+    TensorCopy("load outside", (64, 64, 1), (64, 64, 1), (0, 64, 0), (64, 64, 1), (0, 0, 0), 3),
+    TensorCopy("store outside", (64, 64, 1), (64, 64, 1), (0, 0, 0), (64, 64, 1), (64, 0, 0), 3),
     TensorCopy("hint", (256, 200, 1), (64, 8, 1), (8, 8, 0), (64, 64, 1), (0, 3, 0), 3, mode=HINT),
     TensorCopy(
         "fp32 sum",
@@ -82,7 +92,7 @@ COPIES = [
         (32, 64, 1),
         (8, 0, 0),
         (40, 60, 1),
-        (9, 0, 0),
+        (12, 0, 0),
         3,
         FP32,
         mode=REDUCE,
@@ -113,8 +123,7 @@ def window(tensor: np.ndarray, at: tuple[int, ...], box: tuple[int, ...]) -> np.
     return result
 
 
-@pytest.mark.parametrize("case", COPIES, ids=lambda case: case.name)
-def test_tensor_copies(case):
+def check_tensor_copy(case: TensorCopy) -> None:
     # Integers that BF16 holds exactly, sums of two as well.
     source = np.arange(np.prod(case.sizes)).reshape(case.sizes[::-1]) % 101 + 1.0
     before = np.arange(np.prod(case.target_sizes)).reshape(case.target_sizes[::-1]) % 17 - 40.0
@@ -138,8 +147,12 @@ def test_tensor_copies(case):
     np.testing.assert_array_equal(target_gpu.double().cpu().numpy(), expected)
 
 
-@pytest.mark.parametrize("clusters", [1, 3, 40])
-def test_clusters_share_memory_barriers_and_multicasts(clusters):
+@pytest.mark.parametrize("case", COPIES, ids=lambda case: case.name)
+def test_tensor_copies(isolated, case):
+    isolated.run(check_tensor_copy, case)
+
+
+def check_cluster(clusters: int) -> None:
     blocks = 2 * clusters
     tiles = torch.randn(clusters * 64, 64, device="cuda").bfloat16()
     out, copies = filled(blocks, 256), filled(blocks, 64, 64, dtype=torch.bfloat16)
@@ -159,6 +172,27 @@ def test_clusters_share_memory_barriers_and_multicasts(clusters):
     )
     np.testing.assert_array_equal(words(out)[:, : expected.shape[1]], expected)
     assert torch.equal(copies, tiles.view(clusters, 64, 64).repeat_interleave(2, dim=0))
+
+
+@pytest.mark.parametrize("clusters", [1, 3, 40])
+def test_clusters_share_memory_barriers_and_multicasts(isolated, clusters):
+    isolated.run(check_cluster, clusters)
+
+
+@pytest.mark.parametrize(
+    ("load_at", "store_at", "message"),
+    [
+        ((0, 0, 0), (-8, 0, 0), "stores at -8, 0, 0: a store must not begin before 0"),
+        ((0, 0, 0), (0, -1, 0), "stores at 0, -1, 0: a store must not begin before 0"),
+        ((0, 0, 0), (4, 0, 0), "stores at 4, 0, 0: the first must be a multiple of 8 elements"),
+        ((9, 0, 0), (0, 0, 0), "loads at 9, 0, 0: the first must be a multiple of 8 elements"),
+    ],
+)
+def test_coordinates_on_which_the_hardware_traps_are_refused(load_at, store_at, message):
+    case = TensorCopy("x", (64, 64, 1), (64, 64, 1), load_at, (64, 64, 1), store_at, 3)
+    source, target = (torch.zeros(64, 64, device="cuda", dtype=BF16) for _ in range(2))
+    with pytest.raises(ValueError, match=message):
+        run("tma", [source], case.numbers, [filled(2048), target])
 
 
 def test_a_tensor_map_that_the_driver_refuses_is_described():

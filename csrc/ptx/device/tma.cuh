@@ -1,5 +1,7 @@
 // Tensor copies by TMA. Coordinates are elements, innermost first; what lies outside the tensor is read as
 // zero and not written. A load completes the bytes of its whole box.
+// The innermost coordinate is a multiple of 16 bytes. Any coordinate of a load may be negative, none of a
+// store or reduction. Hardware answers a breach with an illegal instruction, which ends the CUDA context.
 #pragma once
 
 #include <cuda.h>
