@@ -27,6 +27,9 @@ CASES = {
     "A, R=1": (16384, 16384, 8, 128, 1, "random", None),
     "T=256": (256, 256, 8, 128, 2, "random", 8),
     "T=256 of 16384": (256, 16384, 8, 128, 2, "random", 8),
+    # What a launch costs without routes, and without their spread over the experts.
+    "T=0": (0, 256, 8, 128, 2, "random", None),
+    "T=256 one": (256, 256, 8, 128, 2, "one", None),
     "T=4096": (4096, 4096, 8, 128, 2, "random", None),
     "E=896, K=16": (16384, 16384, 16, 896, 1, "random", None),
     "R=8": (8192, 8192, 8, 256, 8, "random", None),
