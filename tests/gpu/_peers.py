@@ -4,8 +4,6 @@ With one GPU the ranks share it: their kernels take turns of some milliseconds, 
 takes as long, and none is starved for ever.
 """
 
-import time
-
 import torch
 
 from mok import _C
@@ -63,13 +61,3 @@ class Peers:
 def drain() -> Outcome:
     """Waits for this rank's kernels: a trap comes out here."""
     return outcome_of(torch.cuda.synchronize)
-
-
-def wait_until_idle(seconds: float) -> bool:
-    """Without an exception or a hang: whether the current stream ran dry."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if torch.cuda.current_stream().query():
-            return True
-        time.sleep(0.01)
-    return False
