@@ -1,4 +1,4 @@
-"""What `mok.MoELayer` refuses, in sentences: settings, inputs, mixes of dtypes, second derivatives."""
+"""What `mok.MoELayer` refuses, in sentences: settings, inputs, dtype mixes, second derivatives."""
 
 import pytest
 import torch
