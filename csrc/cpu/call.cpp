@@ -29,6 +29,12 @@ LayerCall::LayerCall(Workspace& workspace_in, const ThreadPool& threads, const C
       shared(make_set(inputs_in.layer->shared, 1, shape().hidden, shape().shared_intermediate)),
       stages(kernels(), shape(), threads) {
     if (workspace.closed) throw WorkspaceClosed(concat("workspace '", workspace.name, "' was closed."));
+    if (workspace.comm && !workspace.heap->in_owner_process()) {  // the windows are not mapped here
+        throw WorkspaceClosed(
+            concat("workspace '", workspace.name,
+                   "' belongs to the process this one was forked from; make the call there, "
+                   "or start processes by spawn."));
+    }
     if (workspace.comm) workspace.comm->begin_call();
     try {
         check();

@@ -1,6 +1,7 @@
 """`torch.ops.mok.*` and `mok.moe` as operators: schemas, autograd, aliasing, wrong arguments."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -178,6 +179,16 @@ def test_a_gradient_of_any_strides(tokens, loss):
     loss(out).backward()
     results = {"out": out.detach()} | {"d" + name: leaf.grad for name, leaf in leaves.items()}
     assert_bitwise_equal(results, run(mok.moe, case, BF16))
+
+
+def test_several_threads_take_turns():
+    cases = [make_case(30 + seed, 3, 5, 16, 24, **FULL, seed=seed) for seed in range(4)]
+    expected = [run(mok.moe, case, BF16) for case in cases]
+    with ThreadPoolExecutor(4) as pool:
+        results = pool.map(lambda case: [run(mok.moe, case, BF16) for _ in range(5)], cases)
+        for repeats, first in zip(results, expected, strict=True):
+            for again in repeats:
+                assert_bitwise_equal(again, first)
 
 
 def test_outputs_without_a_gradient_path_need_no_backward():

@@ -297,3 +297,24 @@ def test_a_killed_rank_is_named_by_the_survivors_within_the_time(when):
         assert again in ("PeerTimeoutError", "PeerAbortedError")
         assert seconds_again < 1
     assert "PeerTimeoutError" in (results[0][0][0], results[2][0][0])
+
+
+def in_a_forked_child(rank, group):
+    """The exit codes of children that call a layer of one rank and the group's layer."""
+    good_call(rank, group)
+    tensors, ids_TK, options = arguments(rank, group)
+    codes = []
+    for call_options in ({}, options):
+        child = os.fork()
+        if child == 0:
+            raised = outcome(lambda options=call_options: call(mok.moe, tensors, ids_TK, **options))
+            os._exit(0 if raised is None else 1 + (raised[0] == "WorkspaceClosedError"))
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    good_call(rank, group, seed=1)
+    return codes
+
+
+def test_a_forked_child_may_use_layers_of_one_rank_only():
+    """A data loader's worker, say: the windows of the group are not its own."""
+    works, is_refused = 0, 2
+    assert run_ranks(2, in_a_forked_child) == [[works, is_refused]] * 2
