@@ -139,7 +139,8 @@ def main():
     args = parser.parse_args()
     records = []
     print(
-        f"{'dtype':5} {'threads':7} {'pass':17} {'contestant':13} {'ms':>9} {'GF/s':>7} {'mok is':>7}"
+        f"{'dtype':5} {'threads':7} {'pass':17} {'contestant':13} "
+        f"{'ms':>9} {'GF/s':>7} {'mok is':>7}"
     )
     for threads in args.threads:
         for dtype in args.dtypes:
@@ -148,7 +149,8 @@ def main():
             for record in group:
                 ratio = record["ms"] / ours[record["pass"]]
                 print(
-                    f"{record['dtype']:5} {threads:7} {record['pass']:17} {record['contestant']:13} "
+                    f"{record['dtype']:5} {threads:7} {record['pass']:17} "
+                    f"{record['contestant']:13} "
                     f"{record['ms']:9.1f} {record['tflops'] * 1e3:7.1f} {ratio:6.2f}x",
                     flush=True,
                 )

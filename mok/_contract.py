@@ -188,7 +188,8 @@ def contract_reference(
         ranks: the inputs of R ranks. With rounding, x and dout are taken as BF16 values (rounded if
             they are not).
         w_gate_EIH, w_up_EIH, w_down_EHI: the weights of *all* experts.
-        b_gate, b_up, b_down: [E, I], [E, I], [E, H] or None; biases are never rounded.
+        b_gate, b_up, b_down: [E, I], [E, I], [E, H] or None, as the call uses them: FP32
+            biases of a BF16 call were cast by the caller.
         shared: (gate [J, H], up [J, H], down [H, J]) or None.
         activation, swiglu_limit: "swiglu" or "gpt_oss", and L.
         rounding: True computes in FP32 with the BF16 rounding points; False in FP64 without any.

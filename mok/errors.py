@@ -25,6 +25,7 @@ class WorkspaceClosedError(RuntimeError):
 
 
 _CLASSES = (
+    ValueError,
     PeersNotLocalError,
     SymmetricHeapError,
     PeerTimeoutError,

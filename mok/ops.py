@@ -28,6 +28,7 @@ from mok.shapes import (
     check_layer,
     check_settings,
     check_sizes,
+    check_tokens,
     check_weights,
     default_ring_rows,
     empty_backward,
@@ -137,7 +138,8 @@ def moe(
         check_weights("topk_weights", topk_weights_TK)
         check_weights("shared_weight_T", shared_weight_T)
     except Exception as error:
-        if group is not None and topk_ids_TK.dim() > 0 and w_gate.dim() > 0:
+        told = group is not None and not torch.compiler.is_compiling()
+        if told and topk_ids_TK.dim() > 0 and w_gate.dim() > 0:
             hidden, top_k = w_gate.shape[-1], topk_ids_TK.shape[-1]
             _tell_peers(group, x_TH.dtype, hidden, top_k, max_tokens, str(error))
         raise
@@ -189,7 +191,7 @@ def moe(
     return torch.ops.mok.moe_forward(*tensors.in_order(), *settings.in_order())[0]
 
 
-@torch.compiler.assume_constant_result
+@_group.run_at_trace_time
 def _local_workspace() -> str:
     """One rank needs scratch only: one workspace serves calls of all sizes."""
     return workspace.declare(None, max_tokens=0, hidden_size=1, top_k=1, dtype=torch.float32)
@@ -198,7 +200,7 @@ def _local_workspace() -> str:
 _names_of_layers: dict[tuple, str] = {}
 
 
-@torch.compiler.assume_constant_result
+@_group.run_at_trace_time
 def _declare(
     layer_key: str | None,
     group_name: str,
@@ -221,15 +223,13 @@ def _declare(
 
 def _agreed_max_tokens(group: dist.ProcessGroup, x_TH: Tensor, hidden: int, top_k: int) -> int:
     """What the first call of these sizes over this group agreed on."""
-    group_name, key = group.group_name, _sizes_key(group, hidden, top_k)
-    agreed = _group.agreed_max_tokens(key)
-    if agreed is None:
+    key = _sizes_key(group, hidden, top_k)
+    if _group.agreed_max_tokens(key) is None:
         if torch.compiler.is_compiling():
-            _group.agree_at_trace_time(key, group_name, x_TH)
+            _group.agree_at_trace_time(key, group.group_name, x_TH)
         else:
-            _group.agree_max_tokens(key, group_name, x_TH.shape[0])
-        agreed = _group.agreed_max_tokens(key)
-    return agreed
+            _group.agree_max_tokens(key, group.group_name, x_TH.shape[0])
+    return _group.agreed_max_tokens(key)
 
 
 def _sizes_key(group: dist.ProcessGroup, hidden: int, top_k: int) -> str:
@@ -279,6 +279,7 @@ def _prepare(tensors: LayerTensors, settings: LayerSettings, make):
     def prepare():
         _check_device(tensors)
         check_layer(tensors, settings)
+        check_tokens(tensors, settings)
         return make(tensors, settings)
 
     return prepare

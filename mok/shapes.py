@@ -191,6 +191,16 @@ def check_sizes(x: Tensor, topk_ids: Tensor, w_gate: Tensor) -> None:
         )
 
 
+def check_tokens(tensors: LayerTensors, settings: LayerSettings) -> None:
+    """Raises ValueError if this rank passes more tokens than the ranks agreed on."""
+    num_tokens = tensors.x.shape[0]
+    if num_tokens > settings.max_tokens:
+        raise ValueError(
+            f"x has T = {num_tokens} tokens, more than max_tokens = {settings.max_tokens}: pass "
+            "max_tokens = the largest T any rank will pass when the layer is made."
+        )
+
+
 def check_layer(tensors: LayerTensors, settings: LayerSettings) -> None:
     """Raises ValueError or TypeError, in one sentence, for arguments no layer call can have."""
     x, ids = tensors.x, tensors.topk_ids

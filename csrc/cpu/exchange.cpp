@@ -129,7 +129,8 @@ void Exchange::open() {
         const std::string mismatch = describe_mismatch(headers[0], 0, headers[rank], rank);
         if (mismatch.empty()) continue;
         workspace_.comm->barrier();  // headers may be rewritten only when all have read them
-        throw std::invalid_argument(mismatch);
+        // Not std::invalid_argument, whose class not every torch restores: mok.errors.translate does.
+        throw std::runtime_error("mok.ValueError: " + mismatch);
     }
     const WindowLayout& layout = workspace_.layout;
     const int64_t row_bytes = shape_.hidden * dtype_bytes(shape_.compute);

@@ -117,6 +117,10 @@ void bind_device_comm(py::module_& module) {
                 set_device_timeout(self.heap(), self.comm(), seconds);
             },
             py::arg("seconds"), Unlocked())
+        .def("rounds", &HeldDeviceComm::rounds, py::arg("rounds"), py::arg("data_offset"), py::arg("first"),
+             py::arg("wrong"), py::arg("passed"), py::arg("blocks_are_ranks"), py::arg("stream"), Unlocked())
+        .def("copy", &HeldDeviceComm::copy, py::arg("to"), py::arg("source"), py::arg("bytes"),
+             py::arg("stream"), Unlocked())
         .def_property_readonly(
             "record", [](HeldDeviceComm& self) { return reinterpret_cast<uintptr_t>(self.record()); },
             "Address of the PeerRecord in host memory.")
