@@ -129,8 +129,7 @@ void Exchange::open() {
         const std::string mismatch = describe_mismatch(headers[0], 0, headers[rank], rank);
         if (mismatch.empty()) continue;
         workspace_.comm->barrier();  // headers may be rewritten only when all have read them
-        // Not std::invalid_argument, whose class not every torch restores: mok.errors.translate does.
-        throw std::runtime_error("mok.ValueError: " + mismatch);
+        throw std::invalid_argument(mismatch);
     }
     const WindowLayout& layout = workspace_.layout;
     const int64_t row_bytes = shape_.hidden * dtype_bytes(shape_.compute);

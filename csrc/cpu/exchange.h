@@ -38,7 +38,7 @@ class Exchange {
     Exchange(Workspace& workspace, const CallInputs& inputs);
 
     /// The first barrier; then all ranks' headers are compared. Throws PeerTimeout, PeerAborted or, on all
-    /// ranks alike, "mok.ValueError: ..." where their settings differ.
+    /// ranks alike, std::invalid_argument where their settings differ.
     void open();
     /// The second barrier: everyone's rows are home and nobody reads this rank's inputs any more.
     void close();

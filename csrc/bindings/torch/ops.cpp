@@ -19,6 +19,17 @@ enum GradientIndex {
     kNumGradients = 12
 };
 
+/// Runs an op. Newer torch turns every exception of a stable-ABI kernel into RuntimeError, so the class goes
+/// into the text, from where mok.errors.translate restores it.
+template <typename Body>
+void run_op(const Body& body) {
+    try {
+        body();
+    } catch (const std::invalid_argument& error) {
+        throw std::runtime_error(concat("mok.ValueError: ", error.what()));
+    }
+}
+
 /// What `make` returns; a failure in it, before the call has begun, still reaches the peers.
 template <typename Make>
 auto telling_peers(Workspace& workspace, const Make& make) {
@@ -39,21 +50,24 @@ void moe_forward_out(const Tensor& x, const Tensor& topk_ids, const Tensor& topk
                      int64_t max_tokens, int64_t ring_rows, std::string activation,
                      std::optional<double> swiglu_limit, std::string save, int64_t gradients,
                      const Tensor& out, std::vector<Tensor> saved) {
-    const std::shared_ptr<Workspace> owner = find_workspace(workspace);
-    struct Call {
-        cpu::LayerInputs inputs;
-        cpu::SavedContext context;
-        void* out;
-    };
-    const Call call = telling_peers(*owner, [&] {
-        const cpu::LayerInputs inputs = layer_inputs(
-            {x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down, shared_gate, shared_up,
-             shared_down, shared_weight, num_experts, max_tokens, ring_rows, activation, swiglu_limit, save});
-        const cpu::LayerShape& shape = inputs.shape;
-        return Call{inputs, saved_context(saved, shape),
-                    checked_output(out, "out", {shape.num_tokens, shape.hidden}, shape.compute)};
+    run_op([&] {
+        const std::shared_ptr<Workspace> owner = find_workspace(workspace);
+        struct Call {
+            cpu::LayerInputs inputs;
+            cpu::SavedContext context;
+            void* out;
+        };
+        const Call call = telling_peers(*owner, [&] {
+            const cpu::LayerInputs inputs =
+                layer_inputs({x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down,
+                              shared_gate, shared_up, shared_down, shared_weight, num_experts, max_tokens,
+                              ring_rows, activation, swiglu_limit, save});
+            const cpu::LayerShape& shape = inputs.shape;
+            return Call{inputs, saved_context(saved, shape),
+                        checked_output(out, "out", {shape.num_tokens, shape.hidden}, shape.compute)};
+        });
+        cpu::run_forward(*owner, torch_threads(), call.inputs, gradients, call.out, call.context);
     });
-    cpu::run_forward(*owner, torch_threads(), call.inputs, gradients, call.out, call.context);
 }
 
 void moe_recompute_out(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights,
@@ -65,18 +79,21 @@ void moe_recompute_out(const Tensor& x, const Tensor& topk_ids, const Tensor& to
                        int64_t max_tokens, int64_t ring_rows, std::string activation,
                        std::optional<double> swiglu_limit, std::string save, int64_t gradients,
                        std::vector<Tensor> saved) {
-    const std::shared_ptr<Workspace> owner = find_workspace(workspace);
-    struct Call {
-        cpu::LayerInputs inputs;
-        cpu::SavedContext context;
-    };
-    const Call call = telling_peers(*owner, [&] {
-        const cpu::LayerInputs inputs = layer_inputs(
-            {x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down, shared_gate, shared_up,
-             shared_down, shared_weight, num_experts, max_tokens, ring_rows, activation, swiglu_limit, save});
-        return Call{inputs, saved_context(saved, inputs.shape)};
+    run_op([&] {
+        const std::shared_ptr<Workspace> owner = find_workspace(workspace);
+        struct Call {
+            cpu::LayerInputs inputs;
+            cpu::SavedContext context;
+        };
+        const Call call = telling_peers(*owner, [&] {
+            const cpu::LayerInputs inputs =
+                layer_inputs({x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down,
+                              shared_gate, shared_up, shared_down, shared_weight, num_experts, max_tokens,
+                              ring_rows, activation, swiglu_limit, save});
+            return Call{inputs, saved_context(saved, inputs.shape)};
+        });
+        cpu::run_recompute(*owner, torch_threads(), call.inputs, gradients, call.context);
     });
-    cpu::run_recompute(*owner, torch_threads(), call.inputs, gradients, call.context);
 }
 
 /// A gradient is of its parameter's dtype, or FP32: a main_grad.
@@ -160,26 +177,29 @@ void moe_backward_out(const Tensor& dout, const Tensor& x, const Tensor& topk_id
                       std::string workspace, int64_t num_experts, int64_t max_tokens, int64_t ring_rows,
                       std::string activation, std::optional<double> swiglu_limit, std::string save,
                       int64_t gradients, bool accumulate, std::vector<Tensor> gradients_out) {
-    const std::shared_ptr<Workspace> owner = find_workspace(workspace);
-    struct Call {
-        cpu::LayerInputs inputs;
-        cpu::SavedContext context;
-        int64_t dout_stride;
-        cpu::BackwardOutputs outputs;
-    };
-    const Call call = telling_peers(*owner, [&] {
-        const cpu::LayerInputs inputs = layer_inputs(
-            {x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down, shared_gate, shared_up,
-             shared_down, shared_weight, num_experts, max_tokens, ring_rows, activation, swiglu_limit, save});
-        const cpu::LayerShape& shape = inputs.shape;
-        Call result{inputs, saved_context(saved, shape),
-                    checked_rows(dout, "grad_output", shape.num_tokens, shape.hidden, shape.compute),
-                    backward_outputs(inputs, w_gate.size(0), gradients, gradients_out)};
-        result.outputs.accumulate = accumulate;
-        return result;
+    run_op([&] {
+        const std::shared_ptr<Workspace> owner = find_workspace(workspace);
+        struct Call {
+            cpu::LayerInputs inputs;
+            cpu::SavedContext context;
+            int64_t dout_stride;
+            cpu::BackwardOutputs outputs;
+        };
+        const Call call = telling_peers(*owner, [&] {
+            const cpu::LayerInputs inputs =
+                layer_inputs({x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down,
+                              shared_gate, shared_up, shared_down, shared_weight, num_experts, max_tokens,
+                              ring_rows, activation, swiglu_limit, save});
+            const cpu::LayerShape& shape = inputs.shape;
+            Call result{inputs, saved_context(saved, shape),
+                        checked_rows(dout, "grad_output", shape.num_tokens, shape.hidden, shape.compute),
+                        backward_outputs(inputs, w_gate.size(0), gradients, gradients_out)};
+            result.outputs.accumulate = accumulate;
+            return result;
+        });
+        cpu::run_backward(*owner, torch_threads(), call.inputs, dout.data_ptr(), call.dout_stride, gradients,
+                          call.context, call.outputs);
     });
-    cpu::run_backward(*owner, torch_threads(), call.inputs, dout.data_ptr(), call.dout_stride, gradients,
-                      call.context, call.outputs);
 }
 
 }  // namespace
