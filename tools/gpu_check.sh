@@ -6,7 +6,8 @@
 # Steps: build tests benchmarks sanitizer; without arguments all of them. Logs and JSON files go to $OUT
 # (default: build/gpu-check). Nothing can hang: each command has its own limit, all together $BUDGET seconds
 # (default 520); what no longer fits is reported as left out. The last lines are one table; the exit status says
-# whether all of it passed. PYTHON names the interpreter that has torch.
+# whether all of it passed. PYTHON names the interpreter that has torch; FILES and BENCHMARKS pick test files and
+# benchmarks.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 exec </dev/null
@@ -69,14 +70,14 @@ fi
 
 if wanted tests; then
     # Each file in its own process: a trap ends a process's CUDA context.
-    for file in tests/gpu/test_*.py; do
+    for file in ${FILES:-tests/gpu/test_*.py}; do
         name=$(basename "$file" .py)
         run "$name" 100 "$PYTHON" -m pytest -q --maxfail=8 -p no:cacheprovider -o faulthandler_timeout=80 "$file"
     done
 fi
 
 if wanted benchmarks; then
-    for name in plan combine barrier; do
+    for name in ${BENCHMARKS:-plan combine barrier}; do
         run "bench-$name" 60 "$PYTHON" "benchmarks/$name.py" --out "$OUT"
         [ -s "$OUT/bench-$name.log" ] && cat "$OUT/bench-$name.log"
     done
