@@ -33,6 +33,7 @@ class Peers:
             rank, self.num_ranks, self.data + 8 * words, arena_bytes, device=device_of(rank)
         )
         self.heap.connect(exchange(group, self.heap.address()), LIMIT)
+        self.fresh = self.heap.read(rank, 0, self.data)  # before the barriers set their limit there
         self.comm = _C.DeviceComm(self.heap)
         self.comm.set_timeout(LIMIT)
 
