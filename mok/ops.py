@@ -35,6 +35,7 @@ from mok.shapes import (
     empty_forward,
     empty_recompute,
     gradient_bits,
+    local_parts,
 )
 
 _native.load()
@@ -98,7 +99,7 @@ def moe(
         topk_weights_TK: its weight [T, K], any floating dtype (used in FP32).
         w_gate, w_up: this rank's experts [E/R, I, H]; expert e lives on rank e // (E/R). BF16, or
             FP32: cast per call, with unrounded FP32 gradients. Any view whose last dimension is
-            contiguous. H and I are multiples of 8.
+            contiguous; DTensors by their local part. H and I are multiples of 8.
         w_down: [E/R, H, I].
         b_gate, b_up: biases [E/R, I]. b_down: [E/R, H].
         shared: a shared expert's (gate [J, H], up [J, H], down [H, J]).
@@ -131,6 +132,7 @@ def moe(
             f"backend {backend!r} is not in this build of mok: use 'auto' or 'cpu'."
         )
     check_settings(max_tokens, save, ring_rows, shared)
+    w_gate, w_up, w_down, *biases = local_parts(w_gate, w_up, w_down, b_gate, b_up, b_down)
     num_ranks = 1 if group is None else dist.get_world_size(group)
     group = None if num_ranks == 1 else group
     try:
@@ -138,8 +140,8 @@ def moe(
         check_weights("topk_weights", topk_weights_TK)
         check_weights("shared_weight_T", shared_weight_T)
     except Exception as error:
-        told = group is not None and not torch.compiler.is_compiling()
-        if told and topk_ids_TK.dim() > 0 and w_gate.dim() > 0:
+        known = topk_ids_TK.dim() > 0 and w_gate.dim() > 0
+        if known and group is not None and not torch.compiler.is_compiling():
             hidden, top_k = w_gate.shape[-1], topk_ids_TK.shape[-1]
             _tell_peers(group, x_TH.dtype, hidden, top_k, max_tokens, str(error))
         raise
@@ -156,7 +158,7 @@ def moe(
         ring_rows = default_ring_rows(num_ranks, num_experts, top_k, max_tokens)
     else:
         ring_rows = -(-ring_rows // PAD) * PAD
-    shared_gate, shared_up, shared_down = (None, None, None) if shared is None else shared
+    shared_gate, shared_up, shared_down = local_parts(*(shared or (None, None, None)))
     tensors = LayerTensors(
         x_TH,
         topk_ids_TK.contiguous(),
@@ -164,9 +166,7 @@ def moe(
         w_gate,
         w_up,
         w_down,
-        b_gate,
-        b_up,
-        b_down,
+        *biases,
         shared_gate,
         shared_up,
         shared_down,

@@ -191,6 +191,11 @@ def check_sizes(x: Tensor, topk_ids: Tensor, w_gate: Tensor) -> None:
         )
 
 
+def local_parts(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """This rank's part of each DTensor; its gradient comes back as a DTensor."""
+    return tuple(t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+
+
 def check_tokens(tensors: LayerTensors, settings: LayerSettings) -> None:
     """Raises ValueError if this rank passes more tokens than the ranks agreed on."""
     num_tokens = tensors.x.shape[0]

@@ -231,3 +231,38 @@ def test_max_tokens_is_the_largest_t_of_the_first_call():
     assert_bitwise_equal(
         {name: results[name] for name in PER_TOKEN}, {name: alone[name] for name in PER_TOKEN}
     )
+
+
+def as_dtensors(rank, group, case, starts):
+    """Experts sharded over the ranks as DTensors: the same bits, gradients that are DTensors."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    expected = on_rank(rank, group, case, starts, BF16)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    num_local = len(case.tensors["w_gate"]) // group.size()
+    part = case.tokens(starts[rank], starts[rank + 1])
+    part = part.experts(rank * num_local, (rank + 1) * num_local)
+    leaves = {}
+    for name, tensor in part.tensors.items():
+        per_token = name in ("topk_weights_TK", "shared_weight_T")
+        leaf = tensor.to(FP32 if per_token else BF16, copy=True)
+        if name in WEIGHTS + BIASES:
+            leaf = DTensor.from_local(leaf, mesh, [Shard(0)])
+        elif name in SHARED:
+            leaf = DTensor.from_local(leaf, mesh, [Replicate()])
+        leaves[name] = leaf.detach().requires_grad_()
+    assert leaves["w_gate"].shape[0] == group.size() * num_local
+    out = call(mok.moe, leaves, part.topk_ids_TK, group=group, max_tokens=max_tokens(starts))
+    out.backward(part.dout_TH.bfloat16())
+    results = {"out": out.detach()}
+    for name, leaf in leaves.items():
+        sharded = name in WEIGHTS + BIASES + SHARED
+        assert isinstance(leaf.grad, DTensor) == sharded, name
+        results["d" + name] = leaf.grad.to_local() if sharded else leaf.grad
+    assert_bitwise_equal(results, expected)
+
+
+def test_experts_as_dtensors():
+    case = make_case(50, 3, 6, 24, 40, **FULL)
+    run_ranks(2, as_dtensors, case, [0, 20, 50])
