@@ -118,6 +118,15 @@ def abort_call(
         workspace.abort(name, reason)
 
 
+def abort_only_workspace(group_name: str, reason: str) -> None:
+    """`abort_call` for a rank that does not know which call it is: only the group's one workspace
+    can be meant. With several, or none yet, the peers learn of it by their timeout."""
+    group = resolve_group(group_name)
+    names = [each.name for each in workspace.all_open() if each._spec.group.is_of(group)]
+    if len(names) == 1:
+        workspace.abort(names[0], reason)
+
+
 def _is_open(name: str) -> bool:
     try:
         workspace.get(name)

@@ -5,6 +5,7 @@ No tensor collectives: a workspace may have to be created while torch traces wit
 
 import contextlib
 import json
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mok.errors import PeerAbortedError, SymmetricHeapError
+from mok.errors import PeerAbortedError, PeerTimeoutError, SymmetricHeapError
 
 
 class Group:
@@ -43,6 +44,8 @@ class Group:
         except (AttributeError, RuntimeError):
             return dist.distributed_c10d._get_process_group_store(process_group)
 
+
+_WAIT_SLICE_S = 1.0
 
 _groups: dict[str, Group] = {}
 
@@ -135,15 +138,24 @@ def _gather(
     store: dist.Store, prefix: str, suffix: str, group: Group, timeout_s: float
 ) -> list[Any]:
     keys = [f"{prefix}/{rank}{suffix}" for rank in range(group.num_ranks)]
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except Exception as error:
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        raise SymmetricHeapError(
-            f"rank {group.rank} of {group.key} waited {timeout_s:g} s for rank(s) "
-            f"{', '.join(missing)} to create the workspace with it; all ranks of the group must "
-            "make the same first call (MOK_TIMEOUT_S sets the time)."
-        ) from error
+    deadline = time.monotonic() + timeout_s
+    while True:
+        start = time.monotonic()
+        part = max(0.01, min(deadline - start, _WAIT_SLICE_S))
+        try:
+            # In slices, between which Python sees a Ctrl-C.
+            store.wait(keys, timedelta(seconds=part))
+            break
+        except Exception as error:  # stores do not agree on the class of a time-out
+            in_time = time.monotonic() - start < part / 2
+            if not in_time and time.monotonic() < deadline:
+                continue
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            raise (SymmetricHeapError if in_time else PeerTimeoutError)(
+                f"rank {group.rank} of {group.key} waited {timeout_s:g} s for rank(s) "
+                f"{', '.join(missing)} to create the workspace with it; all ranks of the group "
+                "must make the same first call (MOK_TIMEOUT_S sets the time)."
+            ) from error
     return [json.loads(store.get(key)) for key in keys]
 
 

@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from mok.router import no_autocast
+
 
 class Experts(nn.Module):
     """This rank's expert weights: w_gate, w_up [E/R, I, H], w_down [E/R, H, I], biases or None."""
@@ -93,5 +95,5 @@ class SharedExpertGate(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        with torch.autocast(x_TH.device.type, enabled=False):
+        with no_autocast(x_TH):
             return torch.sigmoid(nn.functional.linear(x_TH.float(), self.weight.float())).squeeze(1)

@@ -222,14 +222,14 @@ class MoELayer(nn.Module):
 
     def _prepare(self, x, topk_ids, topk_weights, return_router_output):
         """All that can fail before the peers are involved: checks, casts, routing, gate."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x is a {type(x).__name__}: it must be a tensor [..., hidden_size]")
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}: its last dimension must be hidden_size "
                 f"({self.hidden_size})"
             )
-        device_type = x.device.type
-        if torch.is_autocast_enabled(device_type):
-            x = x.to(torch.get_autocast_dtype(device_type))
+        x = x.to(_compute_dtype(x))
         self._check_dtypes(x)
         x_TH = x.reshape(-1, self.hidden_size).contiguous()
         routing, router_output = self._route(x_TH, topk_ids, topk_weights)
@@ -318,9 +318,7 @@ class MoELayer(nn.Module):
         if max_tokens is None:
             _group.agree_max_tokens(self._key, self._group_name, 0, reason)
             return
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+        dtype = _compute_dtype(x) if isinstance(x, Tensor) else None
         if dtype not in COMPUTE_DTYPES:
             dtype = None
         _group.abort_call(self._group_name, max_tokens, self.hidden_size, self.top_k, dtype, reason)
@@ -354,6 +352,14 @@ def _check_size(name, value, multiple_of=1):
     if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % multiple_of:
         rule = "a positive integer" if multiple_of == 1 else f"a positive multiple of {multiple_of}"
         raise ValueError(f"{name} is {value!r}: it must be {rule}")
+
+
+def _compute_dtype(x):
+    """x's dtype, or autocast's where that is on; not every device (meta) has autocast."""
+    device_type = x.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return x.dtype
 
 
 def _check_choice(name, value, choices):

@@ -127,23 +127,17 @@ def moe(
     """
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group is {group!r}: it must be a process group or None (one rank).")
-    if backend not in ("auto", "cpu"):
-        raise NotImplementedError(
-            f"backend {backend!r} is not in this build of mok: use 'auto' or 'cpu'."
-        )
-    check_settings(max_tokens, save, ring_rows, shared)
     w_gate, w_up, w_down, *biases = local_parts(w_gate, w_up, w_down, b_gate, b_up, b_down)
     num_ranks = 1 if group is None else dist.get_world_size(group)
     group = None if num_ranks == 1 else group
     try:
+        check_settings(max_tokens, save, ring_rows, shared, backend)
         check_sizes(x_TH, topk_ids_TK, w_gate)
         check_weights("topk_weights", topk_weights_TK)
         check_weights("shared_weight_T", shared_weight_T)
     except Exception as error:
-        known = topk_ids_TK.dim() > 0 and w_gate.dim() > 0
-        if known and group is not None and not torch.compiler.is_compiling():
-            hidden, top_k = w_gate.shape[-1], topk_ids_TK.shape[-1]
-            _tell_peers(group, x_TH.dtype, hidden, top_k, max_tokens, str(error))
+        if group is not None and not torch.compiler.is_compiling():
+            _tell_peers(group, x_TH, topk_ids_TK, w_gate, max_tokens, str(error))
         raise
     num_experts = w_gate.shape[0] * num_ranks
     hidden, top_k = x_TH.shape[-1], topk_ids_TK.shape[-1]
@@ -236,15 +230,20 @@ def _sizes_key(group: dist.ProcessGroup, hidden: int, top_k: int) -> str:
     return f"moe/{group.group_name}/H{hidden}/K{top_k}"
 
 
-def _tell_peers(group, dtype, hidden: int, top_k: int, max_tokens: int | None, reason: str) -> None:
+def _tell_peers(group, x_TH, topk_ids_TK, w_gate, max_tokens, reason: str) -> None:
     """Ends the peers' call, wherever they wait in it: this rank cannot make it."""
+    valid = isinstance(max_tokens, int | None) and (max_tokens is None or max_tokens >= 0)
+    if not valid or topk_ids_TK.dim() != 2 or w_gate.dim() != 3:
+        _group.abort_only_workspace(group.group_name, reason)  # which call it is, is not known
+        return
+    hidden, top_k = w_gate.shape[-1], topk_ids_TK.shape[-1]
     if max_tokens is None:
         key = _sizes_key(group, hidden, top_k)
         max_tokens = _group.agreed_max_tokens(key)
         if max_tokens is None:
             _group.agree_max_tokens(key, group.group_name, 0, reason)
             return
-    dtype = dtype if dtype in (torch.float32, torch.bfloat16) else None
+    dtype = x_TH.dtype if x_TH.dtype in (torch.float32, torch.bfloat16) else None
     _group.abort_call(group.group_name, max_tokens, hidden, top_k, dtype, reason)
 
 

@@ -37,6 +37,11 @@ def top_k_lowest_first(values_TE: Tensor, top_k: int) -> Tensor:
     return torch.topk((bits_TE << 32) + order_E, top_k, dim=1).indices
 
 
+def no_autocast(x: Tensor) -> torch.autocast:
+    """FP32 stays FP32 inside; the meta device has no autocast of its own to turn off."""
+    return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
+
+
 class SoftmaxTopKRouter(nn.Module):
     """logits = x W^T, softmax over all experts, the K most probable ones with their probabilities.
 
@@ -94,7 +99,7 @@ class SoftmaxTopKRouter(nn.Module):
                 int64; ids outside 0..E-1 are no routes and get weight 0.
         """
         dtype = torch.promote_types(x_TH.dtype, torch.float32)
-        with torch.autocast(x_TH.device.type, enabled=False):
+        with no_autocast(x_TH):
             logits_TE = nn.functional.linear(x_TH.to(dtype), self.weight.to(dtype))
             probabilities_TE = torch.softmax(logits_TE, dim=1)
             if topk_ids_TK is None:

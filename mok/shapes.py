@@ -17,6 +17,7 @@ PAD = 128
 
 SAVE_POLICIES = ("all", "gate_up", "none")
 ACTIVATIONS = ("swiglu", "gpt_oss")
+BACKENDS = ("auto", "cpu")
 
 
 @dataclass(frozen=True)
@@ -159,8 +160,13 @@ def empty_backward(tensors: LayerTensors, settings: LayerSettings) -> list[Tenso
     return results
 
 
-def check_settings(max_tokens, save, ring_rows, shared) -> None:
-    """Raises ValueError for settings of `mok.moe` that the ops do not see as they were passed."""
+def check_settings(max_tokens, save, ring_rows, shared, backend) -> None:
+    """Raises ValueError for settings of `mok.moe` that the ops do not see as they were passed, and
+    NotImplementedError for a backend that this build lacks."""
+    if backend not in BACKENDS:
+        raise NotImplementedError(
+            f"backend {backend!r} is not in this build of mok: use one of {BACKENDS}."
+        )
     for name, value, least in (("max_tokens", max_tokens, 0), ("ring_rows", ring_rows, 1)):
         if value is not None and (not isinstance(value, int) or value < least):
             raise ValueError(f"{name} is {value!r}: it must be None or an integer >= {least}.")
@@ -189,6 +195,8 @@ def check_sizes(x: Tensor, topk_ids: Tensor, w_gate: Tensor) -> None:
         raise ValueError(
             f"x has H = {x.shape[1]} columns and w_gate {w_gate.shape[2]}: they must be equal."
         )
+    if x.device != w_gate.device:
+        raise ValueError(f"w_gate is on {w_gate.device} and x on {x.device}: use one device.")
 
 
 def local_parts(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

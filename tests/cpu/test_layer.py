@@ -369,3 +369,10 @@ def test_repr_names_the_settings():
         "normalize=True",
     ):
         assert part in text, text
+
+
+def test_a_meta_layer_takes_meta_input():
+    layer = mok.MoELayer(16, 24, 4, 2, device="meta")
+    out = layer(torch.randn(3, 16, device="meta"))
+    assert out.is_meta
+    assert out.shape == (3, 16)

@@ -66,6 +66,17 @@ def wrong_ids(tensors, ids_TK, options):
     return tensors, ids_TK.float(), options
 
 
+def with_option(name, value):
+    def apply(tensors, ids_TK, options):
+        return tensors, ids_TK, options | {name: value}
+
+    return apply
+
+
+def flat_ids(tensors, ids_TK, options):
+    return tensors, ids_TK[:, 0], options
+
+
 # What one rank gets wrong: a change of its arguments, and what it says.
 WRONG = {
     "T > max_tokens": (too_many_tokens, "ValueError", "x has T = 24 tokens, more than max_tokens"),
@@ -74,6 +85,16 @@ WRONG = {
     "x of 1 dim": (replaced("x_TH", torch.Tensor.flatten), "ValueError", r"x has shape (128,)"),
     "x of other H": (replaced("x_TH", lambda x: x[:, :8]), "ValueError", "x has H = 8 columns"),
     "x strided": (replaced("x_TH", lambda x: x.T.contiguous().T), "ValueError", "x must have a"),
+    "ids of 1 dim": (flat_ids, "ValueError", "topk_ids has shape (8,)"),
+    "negative ring": (with_option("ring_rows", -1), "ValueError", "ring_rows is -1"),
+    "unknown save": (with_option("save", "most"), "ValueError", "save is 'most'"),
+    "max_tokens of text": (with_option("max_tokens", "16"), "ValueError", "max_tokens is '16'"),
+    "absent backend": (
+        with_option("backend", "megakernel"),
+        "NotImplementedError",
+        "backend 'megakernel' is not in this build",
+    ),
+    "x on meta": (replaced("x_TH", lambda x: x.to("meta")), "ValueError", "and x on meta"),
     "ids in FP32": (wrong_ids, "TypeError", "topk_ids is torch.float32"),
     "weights of other T": (
         replaced("topk_weights_TK", lambda w: w[:5]),

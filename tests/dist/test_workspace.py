@@ -134,7 +134,7 @@ def ensure_without_rank_2(rank, group):
 
 def test_a_rank_that_never_makes_its_first_call_is_named():
     for outcome in run_ranks(3, ensure_without_rank_2)[:2]:
-        assert outcome.error == "SymmetricHeapError"
+        assert outcome.error == "PeerTimeoutError"
         assert "rank(s) 2 " in outcome.text
         assert "MOK_TIMEOUT_S" in outcome.text
         assert outcome.seconds < 5
