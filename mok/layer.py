@@ -355,9 +355,9 @@ def _check_size(name, value, multiple_of=1):
 
 
 def _compute_dtype(x):
-    """x's dtype, or autocast's where that is on; not every device (meta) has autocast."""
+    """x's dtype, or autocast's where that is on; the meta device has none."""
     device_type = x.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if not x.is_meta and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return x.dtype
 
