@@ -14,11 +14,10 @@ from mok import _group, ops
 from mok._contract import activation_limit
 from mok.experts import Experts, SharedExpert, SharedExpertGate
 from mok.router import RouterOutput, SoftmaxTopKRouter
+from mok.shapes import COMPUTE_DTYPES, SAVE_POLICIES
 
-SAVE_POLICIES = ("all", "gate_up", "none")
 BACKENDS = ("auto", "megakernel", "cpu", "collective")
 ROUTERS = ("softmax", None)
-COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class MoELayer(nn.Module):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mok import _group, _native, errors, workspace
 from mok.shapes import (
+    COMPUTE_DTYPES,
     GRADIENT_ORDER,
     PAD,
     SETTING_NAMES,
@@ -243,7 +244,7 @@ def _tell_peers(group, x_TH, topk_ids_TK, w_gate, max_tokens, reason: str) -> No
         if max_tokens is None:
             _group.agree_max_tokens(key, group.group_name, 0, reason)
             return
-    dtype = x_TH.dtype if x_TH.dtype in (torch.float32, torch.bfloat16) else None
+    dtype = x_TH.dtype if x_TH.dtype in COMPUTE_DTYPES else None
     _group.abort_call(group.group_name, max_tokens, hidden, top_k, dtype, reason)
 
 

@@ -16,6 +16,7 @@ PAD = 128
 """Rows a segment (the rows of one local expert) is padded to; mok._C.DEFAULT_PAD."""
 
 SAVE_POLICIES = ("all", "gate_up", "none")
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 ACTIVATIONS = ("swiglu", "gpt_oss")
 BACKENDS = ("auto", "cpu")
 
@@ -187,7 +188,7 @@ def check_sizes(x: Tensor, topk_ids: Tensor, w_gate: Tensor) -> None:
     _check_dims("x", x, "[T, H]", 2)
     _check_dims("topk_ids", topk_ids, "[T, K]", 2)
     _check_dims("w_gate", w_gate, "[E/R, I, H]", 3)
-    if x.dtype not in (torch.float32, torch.bfloat16):
+    if x.dtype not in COMPUTE_DTYPES:
         raise TypeError(f"x is {x.dtype}: mok computes in torch.float32 or torch.bfloat16.")
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_ids is {topk_ids.dtype}: expert ids are torch.int32 or torch.int64.")
@@ -291,7 +292,7 @@ def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], x: Tensor) 
         if tensor.dtype != torch.float32:
             raise TypeError(f"{name} is {tensor.dtype}: the op takes torch.float32.")
         return
-    if tensor.dtype not in (torch.float32, torch.bfloat16):
+    if tensor.dtype not in COMPUTE_DTYPES:
         raise TypeError(f"{name} is {tensor.dtype}: weights are torch.float32 or torch.bfloat16.")
     if x.dtype == torch.float32 and tensor.dtype == torch.bfloat16:
         raise TypeError(
