@@ -54,8 +54,8 @@ __global__ void ptx_bulk_kernel(const __grid_constant__ PtxTestParams params) {
 enum class TmaTestMode : int64_t { kPlain = 0, kHint = 1, kReduce = 2 };
 
 struct TmaTestParams {
-    CUtensorMap load;
-    CUtensorMap store;
+    ptx::TensorMap load;
+    ptx::TensorMap store;
     int32_t load_at[3];
     int32_t store_at[3];
     int32_t rank;
@@ -106,7 +106,7 @@ __global__ void ptx_tma_kernel(const __grid_constant__ TmaTestParams params) {
 }
 
 struct ClusterTestParams {
-    CUtensorMap map;  // BF16 [64 * clusters, 64], box 64 x 64, no swizzle
+    ptx::TensorMap map;  // BF16 [64 * clusters, 64], box 64 x 64, no swizzle
     PtxTestParams common;
 };
 

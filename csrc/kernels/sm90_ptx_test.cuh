@@ -7,7 +7,7 @@
 namespace mok {
 
 struct WgmmaTestParams {
-    CUtensorMap a, b;  // BF16; boxes of one panel
+    ptx::TensorMap a, b;  // BF16; boxes of one panel
     ptx::Swizzle swizzle_a, swizzle_b;
     int32_t passes;  // the whole product is added up so often
     PtxTestParams common;
@@ -32,7 +32,7 @@ struct OperandTile {
     }
     MOK_DEVICE uint32_t bytes() const { return extent * kTestK * 2; }
 
-    MOK_DEVICE void load(const CUtensorMap* map, uint32_t barrier) const {
+    MOK_DEVICE void load(const ptx::TensorMap* map, uint32_t barrier) const {
         for (uint32_t i = 0; i < panels(); ++i) {
             ptx::tma_load_2d(address + i * panel_bytes(), map, static_cast<int32_t>(i * panel()), 0, barrier);
         }

@@ -4,19 +4,18 @@
 // store or reduction. Hardware answers a breach with an illegal instruction, which ends the CUDA context.
 #pragma once
 
-#include <cuda.h>
-
 #include "csrc/ptx/device/base.cuh"
+#include "csrc/ptx/tensor_map_type.h"
 
 namespace mok::ptx {
 
 /// prefetch.tensormap (sm_90).
-MOK_DEVICE void prefetch_tensormap(const CUtensorMap* map) {
+MOK_DEVICE void prefetch_tensormap(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 /// cp.async.bulk.tensor.2d global to shared, completing on an mbarrier of this block (sm_90).
-MOK_DEVICE void tma_load_2d(uint32_t destination, const CUtensorMap* map, int32_t x, int32_t y,
+MOK_DEVICE void tma_load_2d(uint32_t destination, const TensorMap* map, int32_t x, int32_t y,
                             uint32_t barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
@@ -27,7 +26,7 @@ MOK_DEVICE void tma_load_2d(uint32_t destination, const CUtensorMap* map, int32_
 }
 
 /// The same with an L2 policy (sm_90).
-MOK_DEVICE void tma_load_2d_hint(uint32_t destination, const CUtensorMap* map, int32_t x, int32_t y,
+MOK_DEVICE void tma_load_2d_hint(uint32_t destination, const TensorMap* map, int32_t x, int32_t y,
                                  uint32_t barrier, uint64_t policy) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -38,7 +37,7 @@ MOK_DEVICE void tma_load_2d_hint(uint32_t destination, const CUtensorMap* map, i
 }
 
 /// cp.async.bulk.tensor.3d, for stacks of matrices: rows of one never run into the next (sm_90).
-MOK_DEVICE void tma_load_3d(uint32_t destination, const CUtensorMap* map, int32_t x, int32_t y, int32_t z,
+MOK_DEVICE void tma_load_3d(uint32_t destination, const TensorMap* map, int32_t x, int32_t y, int32_t z,
                             uint32_t barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
@@ -50,7 +49,7 @@ MOK_DEVICE void tma_load_3d(uint32_t destination, const CUtensorMap* map, int32_
 
 /// The 2d load into the same place of every block in `blocks` (bit = cluster rank), each of which expects the
 /// bytes on its own barrier (sm_90).
-MOK_DEVICE void tma_load_2d_multicast(uint32_t destination, const CUtensorMap* map, int32_t x, int32_t y,
+MOK_DEVICE void tma_load_2d_multicast(uint32_t destination, const TensorMap* map, int32_t x, int32_t y,
                                       uint32_t barrier, uint16_t blocks) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -60,7 +59,7 @@ MOK_DEVICE void tma_load_2d_multicast(uint32_t destination, const CUtensorMap* m
 }
 
 /// cp.async.bulk.tensor.2d shared to global, in the thread's bulk group (sm_90).
-MOK_DEVICE void tma_store_2d(const CUtensorMap* map, int32_t x, int32_t y, uint32_t source) {
+MOK_DEVICE void tma_store_2d(const TensorMap* map, int32_t x, int32_t y, uint32_t source) {
     asm volatile(
         "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(x),
         "r"(y), "r"(source)
@@ -68,7 +67,7 @@ MOK_DEVICE void tma_store_2d(const CUtensorMap* map, int32_t x, int32_t y, uint3
 }
 
 /// The same in three dimensions (sm_90).
-MOK_DEVICE void tma_store_3d(const CUtensorMap* map, int32_t x, int32_t y, int32_t z, uint32_t source) {
+MOK_DEVICE void tma_store_3d(const TensorMap* map, int32_t x, int32_t y, int32_t z, uint32_t source) {
     asm volatile(
         "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map),
         "r"(x), "r"(y), "r"(z), "r"(source)
@@ -76,7 +75,7 @@ MOK_DEVICE void tma_store_3d(const CUtensorMap* map, int32_t x, int32_t y, int32
 }
 
 /// cp.reduce.async.bulk.tensor.2d.add of the map's type: one adder per element, or the order is free (sm_90).
-MOK_DEVICE void tma_reduce_add_2d(const CUtensorMap* map, int32_t x, int32_t y, uint32_t source) {
+MOK_DEVICE void tma_reduce_add_2d(const TensorMap* map, int32_t x, int32_t y, uint32_t source) {
     asm volatile(
         "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
             map),
