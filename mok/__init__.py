@@ -18,7 +18,7 @@ _EXPORTS = {
     "simulate": "simulation",
     "symm_empty": "workspace",
 }
-_PURE_SUBMODULES = ("errors", "reference", "router", "simulation")
+_PURE_SUBMODULES = ("errors", "reference", "router", "simulation", "timeline")
 _NATIVE_SUBMODULES = ("experts", "layer", "ops", "workspace")
 
 __all__ = ["__version__", "reference", *_EXPORTS]

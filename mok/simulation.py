@@ -9,12 +9,12 @@ Legend: T tokens of one rank, K experts per token, E experts in all R ranks.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from mok import _native
 from mok.shapes import PAD
+from mok.timeline import TimelineEntry
 
 ROUTINGS = ("random", "zipf", "one_rank", "one_expert", "none")
 
@@ -33,23 +33,6 @@ ALL_GRADIENTS = {
     "shared_down": 1 << 11,
 }
 """Names of the gradients a backward pass can be asked for, with their bits in the ops' mask."""
-
-
-class TimelineEntry(NamedTuple):
-    """One task on one CTA. Times in microseconds from the start barrier."""
-
-    rank: int
-    cta: int
-    kind: str
-    """"gate_up", "down", ..., with "shared_" in front for the shared expert."""
-    row_block: int
-    column: int
-    start: float
-    end: float
-    wait: float
-    """How long the CTA had no tile to work on before `start`."""
-    waited_for: str | None
-    """The counter that the task's operands were waited for last."""
 
 
 @dataclass(frozen=True)
