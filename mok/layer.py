@@ -13,11 +13,21 @@ from torch import Tensor, nn
 from mok import _group, ops
 from mok._contract import activation_limit
 from mok.experts import Experts, SharedExpert, SharedExpertGate
-from mok.router import RouterOutput, SoftmaxTopKRouter
+from mok.router import (
+    Router,
+    RouterOutput,
+    SigmoidTopKRouter,
+    SoftmaxTopKRouter,
+    TopKSoftmaxRouter,
+)
 from mok.shapes import COMPUTE_DTYPES, SAVE_POLICIES
 
 BACKENDS = ("auto", "megakernel", "cpu", "collective")
-ROUTERS = ("softmax", None)
+ROUTERS = {
+    "softmax": SoftmaxTopKRouter,
+    "sigmoid": SigmoidTopKRouter,
+    "topk_softmax": TopKSoftmaxRouter,
+}
 
 
 class MoELayer(nn.Module):
@@ -48,7 +58,8 @@ class MoELayer(nn.Module):
         shared_intermediate_size: J of a shared expert, a multiple of 8; None is no shared expert.
         shared_gate: weigh the shared expert by sigmoid(linear(x)).
         bias: expert biases b_gate, b_up [E/R, I], b_down [E/R, H].
-        router: "softmax", or None where every call brings topk_ids and topk_weights.
+        router: "softmax", "sigmoid" (DeepSeek-V3), "topk_softmax" (gpt-oss), a `mok.router.Router`
+            with settings of its own, or None where every call brings topk_ids and topk_weights.
         activation: "swiglu" or "gpt_oss".
         swiglu_limit: the clamps' limit; None is none for "swiglu" and 7 for "gpt_oss".
         group: the expert-parallel process group; None is one rank.
@@ -58,7 +69,8 @@ class MoELayer(nn.Module):
         ring_rows: rows of the ring buffer; None is 1.25 max_tokens K plus one pad per local expert.
         backend: "auto", "megakernel", "cpu" or "collective".
         dtype, device: of the parameters, as in torch.nn.
-        normalize_topk: divide each token's K weights by their sum (as Mixtral does).
+        normalize_topk: for router="softmax" and "sigmoid": divide each token's K weights by their
+            sum (as Mixtral does).
 
     Raises:
         ValueError, TypeError: in one sentence, for a setting that cannot work.
@@ -74,7 +86,7 @@ class MoELayer(nn.Module):
         shared_intermediate_size: int | None = None,
         shared_gate: bool = False,
         bias: bool = False,
-        router: str | None = "softmax",
+        router: str | Router | None = "softmax",
         activation: str = "swiglu",
         swiglu_limit: float | None = None,
         group: dist.ProcessGroup | None = None,
@@ -110,7 +122,18 @@ class MoELayer(nn.Module):
             raise ValueError(
                 "shared_gate is True without a shared expert: pass shared_intermediate_size too"
             )
-        _check_choice("router", router, ROUTERS)
+        if not isinstance(router, Router):
+            _check_choice("router", router, (*ROUTERS, None))
+        elif (router.hidden_size, router.num_experts, router.top_k) != (
+            hidden_size,
+            num_experts,
+            top_k,
+        ):
+            raise ValueError(
+                f"router has hidden_size={router.hidden_size}, num_experts={router.num_experts}, "
+                f"top_k={router.top_k}: they must be the layer's ({hidden_size}, {num_experts}, "
+                f"{top_k})"
+            )
         _check_choice("save", save, SAVE_POLICIES)
         _check_choice("backend", backend, BACKENDS)
         activation_limit(activation, swiglu_limit)
@@ -132,16 +155,12 @@ class MoELayer(nn.Module):
         self._group_name = group.group_name if num_ranks > 1 else None
         self._key = uuid.uuid4().hex
 
-        self.router = None
-        if router == "softmax":
-            self.router = SoftmaxTopKRouter(
-                hidden_size,
-                num_experts,
-                top_k,
-                normalize=normalize_topk,
-                device=device,
-                dtype=dtype,
+        if isinstance(router, str):
+            options = {} if router == "topk_softmax" else {"normalize": normalize_topk}
+            router = ROUTERS[router](
+                hidden_size, num_experts, top_k, device=device, dtype=dtype, **options
             )
+        self.router = router
         num_local = num_experts // num_ranks
         self.experts = Experts(
             num_local, rank * num_local, hidden_size, intermediate_size, bias, device, dtype
@@ -173,8 +192,8 @@ class MoELayer(nn.Module):
             topk_ids: routing from outside, int32 or int64 [..., K]; -1 or an id >= E is no route.
                 Without topk_weights the layer's router weighs these experts (routing replay).
             topk_weights: the weights of topk_ids, floating [..., K]; gradients flow to them.
-            return_router_output: also return the router's decisions, for
-                `mok.router.load_balancing_loss`. It is a value and no attribute of the layer, so
+            return_router_output: also return the router's decisions, for the losses and counts of
+                `mok.router`. It is a value and no attribute of the layer, so
                 that it is right under checkpointing and torch.compile as well.
 
         Returns:

@@ -75,7 +75,7 @@ class PlainMoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x_TH = x.reshape(-1, x.shape[-1])
-        ids_TK, weights_TK, _ = self.router(x_TH)
+        ids_TK, weights_TK, *_ = self.router(x_TH)
         top_k = ids_TK.shape[1]
 
         # Sorting the routes by expert also sorts them by owner: rank r owns experts r E/R onwards.

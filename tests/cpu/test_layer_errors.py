@@ -94,7 +94,7 @@ def test_mixes_that_make_no_sense():
         ({"max_tokens": 0}, ValueError, "max_tokens is 0"),
         ({"ring_rows": -5}, ValueError, "ring_rows is -5"),
         ({"shared_gate": True}, ValueError, "shared_gate is True without a shared expert"),
-        ({"router": "sigmoid"}, ValueError, "router is 'sigmoid': it must be 'softmax' or None"),
+        ({"router": "linear"}, ValueError, "router is 'linear': it must be 'softmax', 'sigmoid'"),
         ({"save": "x"}, ValueError, "save is 'x': it must be 'all', 'gate_up' or 'none'"),
         ({"backend": "gpu"}, ValueError, "backend is 'gpu'"),
         ({"activation": "relu"}, ValueError, "activation is 'relu'"),

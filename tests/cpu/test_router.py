@@ -139,10 +139,18 @@ def test_loss_equals_the_formula(tokens):
 
 
 def test_loss_of_even_and_worst_routing():
-    even = RouterOutput(torch.arange(8).reshape(4, 2), torch.ones(4, 2), torch.full((4, 8), 1 / 8))
+    even = RouterOutput(
+        torch.arange(8).reshape(4, 2),
+        torch.ones(4, 2),
+        torch.full((4, 8), 1 / 8),
+        torch.zeros(4, 8),
+    )
     assert load_balancing_loss(even).item() == pytest.approx(2.0)
     worst = RouterOutput(
-        torch.tensor([[0, 1]] * 4), torch.ones(4, 2), torch.tensor([[0.5, 0.5] + [0.0] * 6] * 4)
+        torch.tensor([[0, 1]] * 4),
+        torch.ones(4, 2),
+        torch.tensor([[0.5, 0.5] + [0.0] * 6] * 4),
+        torch.zeros(4, 8),
     )
     assert load_balancing_loss(worst).item() == pytest.approx(8.0)
 
