@@ -32,6 +32,11 @@ ARCH_FAMILIES = {"sm90": ("90",), "sm100": ("100", "103")}
 # Folders of csrc whose C++ calls CUDA's driver or runtime.
 CUDA_LAYERS = ("symm", "launch")
 
+# What only the emulator consists of, and what it shares with the core: see emulator_sources.
+EMULATOR_FOLDERS = ("emu", "ptx/host", "launch/emulator")
+EMULATOR_SHARES = ("layout/*.cpp", "schedule/*.cpp", "launch/tensor_map.cpp")
+CUDA_API_SOURCES = ("launch.cu", "tensor_map.cu")
+
 
 class BuildError(Exception):
     """One sentence for the person who builds."""
@@ -160,13 +165,31 @@ def find_toolkit(env: Mapping[str, str]) -> tuple[Cuda | None, str]:
 def core_sources(root: Path) -> tuple[list[Path], list[Path]]:
     """The core library's C++ and CUDA sources."""
 
+    csrc = root / "csrc"
+    others = {csrc / folder for folder in ("bindings", *EMULATOR_FOLDERS)}
+
     def find(pattern: str) -> list[Path]:
-        bindings = root / "csrc" / "bindings"
-        return sorted(
-            path for path in (root / "csrc").rglob(pattern) if bindings not in path.parents
-        )
+        return sorted(path for path in csrc.rglob(pattern) if others.isdisjoint(path.parents))
 
     return find("*.cpp"), find("*.cu")
+
+
+def emulator_sources(root: Path) -> tuple[list[Path], list[Path]]:
+    """The emulator's C++, and the CUDA sources that it compiles as C++ over csrc/ptx/host.
+
+    Those are all of csrc/launch but the ones that call CUDA or hold kernels for chips that are not
+    emulated: a kernel's launch code is the same source on the device and in the emulator.
+    """
+    csrc = root / "csrc"
+    sources = [path for folder in EMULATOR_FOLDERS for path in (csrc / folder).rglob("*.cpp")]
+    sources += [path for pattern in EMULATOR_SHARES for path in csrc.glob(pattern)]
+    sources += (csrc / "bindings" / "emulator").glob("*.cpp")
+    cuda = [
+        path
+        for path in (csrc / "launch").glob("*.cu")
+        if path.name not in CUDA_API_SOURCES and source_archs(path, ("90a",))
+    ]
+    return sorted(sources), sorted(cuda)
 
 
 def cxx_flags() -> list[str]:
@@ -324,6 +347,45 @@ def _cuda_defines(cuda_sources: Iterable[Path]) -> list[str]:
         for f in ARCH_FAMILIES
         if any(n.startswith(f + "_") for n in names)
     ]
+
+
+def emulator_ninja_file(config: Config) -> str:
+    """The emulator's build: one pybind11 module, g++ alone and no CUDA header."""
+    assert config.torch_home is not None
+    ninja = NinjaFile()
+    cxx = shlex.quote(config.cxx).replace("$", "$$")
+    ninja.rule("cxx", f"{cxx} -MD -MF $out.d $flags -c $in -o $out", depfile=True)
+    ninja.rule("link", f"{cxx} -shared -o $out $in $flags")
+    # Hidden: a process may hold the core library too, whose functions have the same names. Locals
+    # of kernels hold a pattern until they are written, as registers hold anything on a device.
+    kernel_flags = ["-O2", "-fvisibility=hidden", "-ftrivial-auto-var-init=pattern"]
+    kernel_flags += ["-Wno-unknown-pragmas", f"-I{config.root}"]
+    binding_flags = [
+        f"-isystem{config.torch_home / 'include'}",
+        f"-isystem{sysconfig.get_paths()['include']}",
+    ]
+    sources, cuda_sources = emulator_sources(config.root)
+    bindings = config.root / "csrc" / "bindings"
+    objects = []
+    for source in [*sources, *cuda_sources]:
+        flags = [*cxx_flags(), *kernel_flags]
+        if source.suffix == ".cu":
+            flags += ["-x", "c++"]
+        elif bindings in source.parents:
+            flags += binding_flags
+        objects.append(ninja.build(config.object_file(source), "cxx", [source], flags))
+    link_flags = ["-pthread", *shlex.split(os.environ.get("LDFLAGS", ""))]
+    link_flags += standard_library_flags(config.cxx)
+    ninja.build(emulator_module(config), "link", objects, link_flags)
+    return ninja.text()
+
+
+def emulator_module(config: Config) -> Path:
+    return config.build_dir / f"_emulator{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def emulator_config(root: Path, torch_home: Path) -> Config:
+    return Config(root, root / "build" / "emulator", torch_home, cuda=None)
 
 
 def find_ninja() -> str:

@@ -84,8 +84,8 @@ void run_bulk(const PtxTest& test) {
 }
 
 /// Three numbers from `first` on, as `T`.
-template <typename T>
-void read_three(const PtxTest& test, size_t first, T (&values)[3]) {
+template <typename T, size_t kSize>
+void read_three(const PtxTest& test, size_t first, T (&values)[kSize]) {
     for (size_t i = 0; i < 3; ++i) values[i] = static_cast<T>(number(test, first + i));
 }
 
@@ -107,15 +107,14 @@ void run_tma(const PtxTest& test) {
     const int64_t element_bytes = number(test, 0);
     const auto make = [&](void* base, size_t sizes_at) {
         TensorMapSpec spec{};
-        spec.dtype = element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-        spec.element_bytes = static_cast<uint32_t>(element_bytes);
+        spec.type = element_bytes == 2 ? TensorType::kBFloat16 : TensorType::kFloat32;
         spec.rank = static_cast<uint32_t>(params.rank);
         spec.base = base;
         read_three(test, sizes_at, spec.sizes);
         spec.stride_bytes[0] = spec.sizes[0] * element_bytes;
         spec.stride_bytes[1] = spec.stride_bytes[0] * spec.sizes[1];
         read_three(test, 7, spec.box);
-        spec.swizzle = static_cast<CUtensorMapSwizzle>(number(test, 2));
+        spec.swizzle = static_cast<TensorSwizzle>(number(test, 2));
         return make_tensor_map(spec);
     };
     const auto product = [&](size_t at) {
@@ -138,8 +137,7 @@ void run_cluster(const PtxTest& test) {
     ClusterTestParams params{};
     params.common = test_params(test);
     TensorMapSpec spec{};
-    spec.dtype = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    spec.element_bytes = 2;
+    spec.type = TensorType::kBFloat16;
     spec.rank = 2;
     spec.base = input(test, 0, clusters * 64 * 64 * 2);
     spec.sizes[0] = 64;

@@ -11,10 +11,9 @@ using ptx::Major;
 using ptx::Swizzle;
 
 /// A row-major BF16 matrix whose boxes are `box_rows` lines of the swizzle's width.
-CUtensorMap operand_map(void* base, int64_t rows, int64_t columns, int64_t box_rows, Swizzle swizzle) {
+ptx::TensorMap operand_map(void* base, int64_t rows, int64_t columns, int64_t box_rows, Swizzle swizzle) {
     TensorMapSpec spec{};
-    spec.dtype = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    spec.element_bytes = 2;
+    spec.type = TensorType::kBFloat16;
     spec.rank = 2;
     spec.base = base;
     spec.sizes[0] = static_cast<uint64_t>(columns);
@@ -22,9 +21,9 @@ CUtensorMap operand_map(void* base, int64_t rows, int64_t columns, int64_t box_r
     spec.stride_bytes[0] = static_cast<uint64_t>(columns) * 2;
     spec.box[0] = ptx::swizzle_width(swizzle) / 2;
     spec.box[1] = static_cast<uint32_t>(box_rows);
-    spec.swizzle = swizzle == Swizzle::k128B  ? CU_TENSOR_MAP_SWIZZLE_128B
-                   : swizzle == Swizzle::k64B ? CU_TENSOR_MAP_SWIZZLE_64B
-                                              : CU_TENSOR_MAP_SWIZZLE_32B;
+    spec.swizzle = swizzle == Swizzle::k128B  ? TensorSwizzle::k128B
+                   : swizzle == Swizzle::k64B ? TensorSwizzle::k64B
+                                              : TensorSwizzle::k32B;
     return make_tensor_map(spec);
 }
 
