@@ -44,8 +44,13 @@ constexpr const char* descriptor_fault(uint64_t bits, bool mn_major) {
     if (bits & kBaseOffset) return "it has a base offset: start every tile at a multiple of 8 lines instead";
     if (bits & ~kFields) return "it has reserved bits set (14-15, 30-31, 46-48, 52-61)";
     const MatrixDescriptor descriptor = decode_descriptor(bits);
-    if (mn_major && descriptor.start % descriptor.width != 0) {
+    const uint32_t in_line = descriptor.start % descriptor.width;
+    if (mn_major && in_line != 0) {
         return "it starts inside an MN-major line: advance it by whole lines or panels";
+    }
+    constexpr uint32_t kStepBytes = 32;  // of K in one instruction
+    if (!mn_major && descriptor.width > kPieceBytes && in_line + kStepBytes > descriptor.width) {
+        return "its 32 bytes of K run past the end of a line: advance it to the next panel";
     }
     return nullptr;
 }

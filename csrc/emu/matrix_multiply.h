@@ -14,13 +14,8 @@ namespace mok::emu {
 
 constexpr uint32_t kWarpRows = 16;
 constexpr uint32_t kMaxColumns = 256;
-constexpr uint32_t kMaxDepth = 32;     // of one instruction, in elements: FP8
-constexpr uint32_t kDepthBytes = 32;   // of one instruction
-
-/// Accumulators of one warp, row by row; columns past N hold nothing.
-struct alignas(64) WarpAccumulators {
-    float at[kWarpRows][kMaxColumns];
-};
+constexpr uint32_t kMaxDepth = 32;    // of one instruction, in elements: FP8
+constexpr uint32_t kDepthBytes = 32;  // of one instruction
 
 /// One operand as gathered from shared memory, 16 bytes at a time. K-major: [row][32 bytes of k]. MN-major
 /// (BF16 only): [k][bytes of M or N], lines of 2 * kMaxColumns bytes.
@@ -40,9 +35,9 @@ struct MultiplyShape {
     uint32_t depth() const { return kDepthBytes / element_bytes(a); }
 };
 
-/// d (+)= a b^T.
+/// d[kWarpRows][columns] (+)= a b^T.
 using MultiplyFunction = void (*)(const MultiplyShape& shape, RawOperand& a, RawOperand& b, bool accumulate,
-                                  WarpAccumulators& d);
+                                  float* d);
 
 struct MultiplyIsa {
     const char* name;  // "portable", "avx2", "avx512"

@@ -10,6 +10,9 @@ typedef uint16_t Halves __attribute__((vector_size(16)));
 typedef uint32_t Words __attribute__((vector_size(32)));
 typedef uint32_t Bits __attribute__((vector_size(4 * MOK_LANES)));
 
+// 4 rows x 2 vectors: 8 chains keep two FMA units with a latency of 4 busy.
+constexpr uint32_t kBlockRows = 4;
+
 /// Both operands as FP32, as the products read them; A as bits, since only those are broadcast unchanged.
 struct alignas(64) Factors {
     uint32_t a[kWarpRows][kMaxDepth];
@@ -88,62 +91,70 @@ inline void widen_b(const MultiplyShape& shape, RawOperand& raw, Factors& factor
     }
 }
 
-/// Rows [row, row + 4) of d, kVectors vectors of columns from `column` on.
+/// kBlockRows rows of d (`pitch` floats apart), kVectors vectors of columns, from row `row` of A and column
+/// `column` of B on.
 template <int kVectors>
-inline void multiply_block(const Factors& factors, uint32_t depth, uint32_t row, uint32_t column,
-                           WarpAccumulators& d) {
-    constexpr int kRows = 4;
-    Floats sums[kRows][kVectors];
+inline void multiply_block(const Factors& factors, uint32_t depth, uint32_t row, uint32_t column, float* d,
+                           uint32_t pitch) {
+    Floats sums[kBlockRows][kVectors];
 #pragma GCC unroll 4
-    for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 4
+    for (uint32_t i = 0; i < kBlockRows; ++i) {
+#pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v)
-            __builtin_memcpy(&sums[i][v], &d.at[row + i][column + v * MOK_LANES], sizeof(Floats));
+            __builtin_memcpy(&sums[i][v], d + i * pitch + v * MOK_LANES, sizeof(Floats));
     }
     for (uint32_t k = 0; k < depth; ++k) {
         Floats columns[kVectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v)
             __builtin_memcpy(&columns[v], &factors.b[k][column + v * MOK_LANES], sizeof(Floats));
 #pragma GCC unroll 4
-        for (int i = 0; i < kRows; ++i) {
+        for (uint32_t i = 0; i < kBlockRows; ++i) {
             const Floats factor = (Floats)(Bits{} + factors.a[row + i][k]);
-#pragma GCC unroll 4
+#pragma GCC unroll 2
             for (int v = 0; v < kVectors; ++v) sums[i][v] = fma(factor, columns[v], sums[i][v]);
         }
     }
 #pragma GCC unroll 4
-    for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 4
+    for (uint32_t i = 0; i < kBlockRows; ++i) {
+#pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v)
-            __builtin_memcpy(&d.at[row + i][column + v * MOK_LANES], &sums[i][v], sizeof(Floats));
+            __builtin_memcpy(d + i * pitch + v * MOK_LANES, &sums[i][v], sizeof(Floats));
     }
 }
 
-/// All rows of as many whole blocks of columns as there are (kVectors = 1: to the end); the next column.
-template <int kVectors>
-inline uint32_t multiply_columns(const Factors& factors, const MultiplyShape& shape, uint32_t column,
-                                 WarpAccumulators& d) {
-    constexpr uint32_t kWidth = kVectors * MOK_LANES;
-    for (; column + (kVectors > 1 ? kWidth : 1) <= shape.columns; column += kWidth) {
-        for (uint32_t row = 0; row < kWarpRows; row += 4) {
-            multiply_block<kVectors>(factors, shape.depth(), row, column, d);
-        }
-    }
-    return column;
+/// The last `width` columns, fewer than a vector, through a full-width copy.
+inline void multiply_edge(const Factors& factors, uint32_t depth, uint32_t row, uint32_t column, float* d,
+                          uint32_t pitch, uint32_t width) {
+    float full[kBlockRows * MOK_LANES] = {};
+    for (uint32_t i = 0; i < kBlockRows; ++i)
+        __builtin_memcpy(full + i * MOK_LANES, d + i * pitch, width * sizeof(float));
+    multiply_block<1>(factors, depth, row, column, full, MOK_LANES);
+    for (uint32_t i = 0; i < kBlockRows; ++i)
+        __builtin_memcpy(d + i * pitch, full + i * MOK_LANES, width * sizeof(float));
 }
 
-inline void multiply(const MultiplyShape& shape, RawOperand& a, RawOperand& b, bool accumulate,
-                     WarpAccumulators& d) {
-    static thread_local Factors factors;  // columns past N keep old numbers, whose products nobody reads
+inline void multiply(const MultiplyShape& shape, RawOperand& a, RawOperand& b, bool accumulate, float* d) {
+    static Factors factors;  // columns past N keep old numbers, whose products nobody reads
     widen_a(shape, a, factors);
     widen_b(shape, b, factors);
-    if (!accumulate) {
-        for (auto& row : d.at) __builtin_memset(row, 0, shape.columns * sizeof(float));
+    const uint32_t pitch = shape.columns, depth = shape.depth();
+    if (!accumulate) __builtin_memset(d, 0, kWarpRows * pitch * sizeof(float));
+    constexpr uint32_t kWide = 2 * MOK_LANES;
+    for (uint32_t column = 0, width; column < shape.columns; column += width) {
+        const uint32_t left = shape.columns - column;
+        width = left >= kWide ? kWide : left >= MOK_LANES ? MOK_LANES : left;
+        for (uint32_t row = 0; row < kWarpRows; row += kBlockRows) {
+            float* corner = d + row * pitch + column;
+            if (width == kWide) {
+                multiply_block<2>(factors, depth, row, column, corner, pitch);
+            } else if (width == MOK_LANES) {
+                multiply_block<1>(factors, depth, row, column, corner, pitch);
+            } else {
+                multiply_edge(factors, depth, row, column, corner, pitch, width);
+            }
+        }
     }
-    uint32_t column = 0;
-    column = multiply_columns<2>(factors, shape, column, d);
-    multiply_columns<1>(factors, shape, column, d);
 }
 
 }  // namespace mok::emu::MOK_ISA

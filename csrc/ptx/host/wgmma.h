@@ -1,0 +1,42 @@
+// csrc/ptx/device/wgmma.cuh on the emulated machine: every N that is a multiple of 8.
+#pragma once
+
+#include <cstdint>
+
+#include "csrc/emu/machine.h"
+#include "csrc/emu/matrix_wgmma.h"
+#include "csrc/ptx/wgmma_descriptor.h"
+
+namespace mok::ptx {
+
+/// wgmma.fence.
+inline void wgmma_fence(emu::Site site = emu::Site::current()) {
+    if (emu::is_left_out("wgmma_fence", site)) return;
+    emu::wgmma_fence(site);
+}
+
+/// wgmma.commit_group.
+inline void wgmma_commit(emu::Site site = emu::Site::current()) {
+    if (emu::is_left_out("wgmma_commit", site)) return;
+    emu::wgmma_commit(site);
+}
+
+/// wgmma.wait_group.
+template <int kGroups>
+inline void wgmma_wait(emu::Site site = emu::Site::current()) {
+    static_assert(kGroups >= 0 && kGroups <= 7);
+    if (emu::is_left_out("wgmma_wait", site)) return;
+    emu::wgmma_wait(kGroups, site);
+}
+
+/// wgmma.mma_async.m64nNk16.f32.bf16.bf16.
+template <int N, Major kMajorA, Major kMajorB>
+inline void wgmma_bf16(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate,
+                       emu::Site site = emu::Site::current()) {
+    static_assert(N >= 8 && N <= 256 && N % 8 == 0);
+    constexpr emu::WgmmaKind kKind{emu::MatrixElement::kBFloat16, emu::MatrixElement::kBFloat16,
+                                   kMajorA == Major::kMN, kMajorB == Major::kMN};
+    emu::wgmma_issue(emu::make_wgmma(a, b, N, accumulate, kKind), d, site);
+}
+
+}  // namespace mok::ptx
