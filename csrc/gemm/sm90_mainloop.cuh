@@ -1,0 +1,90 @@
+// C[128, 256] = A[128, K] B[256, K]^T: the loader warp fills stages by TMA, each consumer warpgroup
+// multiplies its 64 rows by all 256 columns. Both operands lie K-major. What lies outside a tensor arrives as
+// zeros, so K may be any multiple of 8 and a matrix of any number of rows.
+#pragma once
+
+#include "csrc/gemm/sm90_shared.cuh"
+
+namespace mok::sm90 {
+
+/// K steps before a task's end at which the next is claimed: some microseconds, for the claim, its decoding
+/// and its waits, and no earlier, so that at the end of the kernel no block sits on a task it cannot begin.
+inline constexpr int32_t kClaimAheadSteps = 8;
+
+/// Where a tile's operands come from.
+struct TileOperands {
+    const ptx::TensorMap* a;  // [rows, K], boxes of 64 rows
+    int32_t a_row;
+    uint32_t a_parts;            // boxes to load: a second part without valid rows is left out
+    const ptx::TensorMap* b[2];  // [matrices, rows, K], boxes of 128 rows: the tile's two halves of columns
+    int32_t b_row[2];
+    int32_t matrix;
+    int32_t k_steps;  // at least 1
+};
+
+/// One thread of the loader: all stages of a tile. False when the time is up.
+MOK_DEVICE bool load_tile(const Shared& shared, StageCursor& cursor, const TileOperands& tile,
+                          ptx::Deadline& deadline) {
+    const int32_t claim_step = tile.k_steps > kClaimAheadSteps ? tile.k_steps - kClaimAheadSteps : 0;
+    const uint32_t bytes = tile.a_parts * kRowBoxBytes + 2 * kWeightBoxBytes;
+    for (int32_t step = 0; step < tile.k_steps; ++step) {
+        if (step == claim_step) ptx::mbar_arrive(shared.claim());
+        if (!ptx::mbar_wait(shared.stage_empty(cursor.slot), cursor.parity ^ 1, deadline)) return false;
+        const uint32_t full = shared.stage_full(cursor.slot);
+        const uint32_t b = shared.b(cursor.slot);
+        const int32_t k = step * static_cast<int32_t>(kTileK);
+        ptx::mbar_arrive_expect(full, bytes);
+        ptx::tma_load_2d(shared.a(cursor.slot, 0), tile.a, k, tile.a_row, full);
+        if (tile.a_parts > 1) {
+            ptx::tma_load_2d(shared.a(cursor.slot, 1), tile.a, k,
+                             tile.a_row + static_cast<int32_t>(kPartRows), full);
+        }
+        ptx::tma_load_3d(b, tile.b[0], k, tile.b_row[0], tile.matrix, full);
+        ptx::tma_load_3d(b + kWeightBoxBytes, tile.b[1], k, tile.b_row[1], tile.matrix, full);
+        cursor.next();
+    }
+    return true;
+}
+
+/// A consumer warpgroup: its part of the product. When the time is up it runs on over what lies there, so
+/// that the four warps stay together; the caller looks at the deadline.
+MOK_DEVICE void multiply_tile(const Shared& shared, StageCursor& cursor, uint32_t part, int32_t k_steps,
+                              uint32_t lane, ptx::Deadline& deadline, float (&accumulators)[kAccumulators]) {
+    constexpr auto kK = ptx::Major::kK;
+    constexpr auto kSwizzle = ptx::Swizzle::k128B;
+    constexpr uint32_t kStepBytes = ptx::k16_step_bytes(kK, kSwizzle);
+    uint32_t previous = 0;
+    for (int32_t step = 0; step < k_steps; ++step) {
+        ptx::mbar_wait(shared.stage_full(cursor.slot), cursor.parity, deadline);
+        const uint64_t a = ptx::k_major_descriptor(shared.a(cursor.slot, part), kSwizzle);
+        const uint64_t b = ptx::k_major_descriptor(shared.b(cursor.slot), kSwizzle);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (uint32_t i = 0; i < kTileK / 16; ++i) {
+            ptx::wgmma_bf16<kTileN, kK, kK>(accumulators, ptx::advanced(a, i * kStepBytes),
+                                            ptx::advanced(b, i * kStepBytes), step > 0 || i > 0);
+        }
+        ptx::wgmma_commit();
+        if (step > 0) {  // the stage before this one has been read
+            ptx::wgmma_wait<1>();
+            if (lane == 0) ptx::mbar_arrive(shared.stage_empty(previous));
+        }
+        previous = cursor.slot;
+        cursor.next();
+    }
+    ptx::wgmma_wait<0>();
+    if (lane == 0) ptx::mbar_arrive(shared.stage_empty(previous));
+}
+
+/// The same for a part without valid rows: it only keeps the stages moving.
+MOK_DEVICE void skip_tile(const Shared& shared, StageCursor& cursor, int32_t k_steps, uint32_t lane,
+                          ptx::Deadline& deadline) {
+    for (int32_t step = 0; step < k_steps; ++step) {
+        ptx::mbar_wait(shared.stage_full(cursor.slot), cursor.parity, deadline);
+        ptx::sync_warp();
+        if (lane == 0) ptx::mbar_arrive(shared.stage_empty(cursor.slot));
+        cursor.next();
+    }
+}
+
+}  // namespace mok::sm90
