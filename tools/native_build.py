@@ -1,9 +1,11 @@
-"""What is compiled from what: mok's three shared libraries as one ninja file.
+"""What is compiled from what: mok's three shared libraries as one ninja file, its emulator as one.
 
     mok/libmok_core.so   csrc/ without bindings: no torch, no Python, no libcuda
     mok/_C.<abi>.so      csrc/bindings/python: pybind11 over the core, no torch header of its own
     mok/_ops.so          csrc/bindings/torch: torch ops on LibTorch's stable ABI, one binary for
                          every torch >= 2.11
+
+    build/emulator/_emulator.<abi>.so   the kernels over csrc/emu and csrc/ptx/host, for tests/emu
 
 setup.py runs it for an install, tools/cuda_check.py for CI's compile check. It imports neither
 setuptools nor torch.
@@ -33,7 +35,7 @@ ARCH_FAMILIES = {"sm90": ("90",), "sm100": ("100", "103")}
 CUDA_LAYERS = ("symm", "launch")
 
 # What only the emulator consists of, and what it shares with the core: see emulator_sources.
-EMULATOR_FOLDERS = ("emu", "ptx/host", "launch/emulator")
+EMULATOR_FOLDERS = ("emu", "ptx/host", "launch/emulator", "cpu/emulator")
 EMULATOR_SHARES = ("layout/*.cpp", "schedule/*.cpp", "launch/tensor_map.cpp")
 CUDA_API_SOURCES = ("launch.cu", "tensor_map.cu")
 
@@ -181,7 +183,12 @@ def emulator_sources(root: Path) -> tuple[list[Path], list[Path]]:
     emulated: a kernel's launch code is the same source on the device and in the emulator.
     """
     csrc = root / "csrc"
-    sources = [path for folder in EMULATOR_FOLDERS for path in (csrc / folder).rglob("*.cpp")]
+    sources = [
+        path
+        for folder in EMULATOR_FOLDERS
+        for pattern in ("*.cpp", "*.S")
+        for path in (csrc / folder).rglob(pattern)
+    ]
     sources += [path for pattern in EMULATOR_SHARES for path in csrc.glob(pattern)]
     sources += (csrc / "bindings" / "emulator").glob("*.cpp")
     cuda = [
@@ -350,29 +357,27 @@ def _cuda_defines(cuda_sources: Iterable[Path]) -> list[str]:
 
 
 def emulator_ninja_file(config: Config) -> str:
-    """The emulator's build: one pybind11 module, g++ alone and no CUDA header."""
+    """The emulator's build: one pybind11 module, by g++ alone and without a CUDA header."""
     assert config.torch_home is not None
     ninja = NinjaFile()
     cxx = shlex.quote(config.cxx).replace("$", "$$")
     ninja.rule("cxx", f"{cxx} -MD -MF $out.d $flags -c $in -o $out", depfile=True)
     ninja.rule("link", f"{cxx} -shared -o $out $in $flags")
-    # Hidden: a process may hold the core library too, whose functions have the same names. Locals
-    # of kernels hold a pattern until they are written, as registers hold anything on a device.
-    kernel_flags = ["-O2", "-fvisibility=hidden", "-ftrivial-auto-var-init=pattern"]
-    kernel_flags += ["-Wno-unknown-pragmas", f"-I{config.root}"]
-    binding_flags = [
-        f"-isystem{config.torch_home / 'include'}",
-        f"-isystem{sysconfig.get_paths()['include']}",
-    ]
-    sources, cuda_sources = emulator_sources(config.root)
+    # Hidden: the process may hold the core library too, whose functions have the same names.
+    common = ["-O2", "-DMOK_EMULATOR", "-fvisibility=hidden", "-fno-strict-aliasing"]
+    common += ["-Wno-unknown-pragmas", f"-I{config.root}"]
+    # A kernel's local holds a wrong number until it is written, as a register may.
+    kernels = ["-x", "c++", "-ftrivial-auto-var-init=pattern"]
+    python = [config.torch_home / "include", sysconfig.get_paths()["include"]]
     bindings = config.root / "csrc" / "bindings"
+    sources, cuda_sources = emulator_sources(config.root)
     objects = []
     for source in [*sources, *cuda_sources]:
-        flags = [*cxx_flags(), *kernel_flags]
+        flags = [*cxx_flags(), *common]
         if source.suffix == ".cu":
-            flags += ["-x", "c++"]
+            flags += kernels
         elif bindings in source.parents:
-            flags += binding_flags
+            flags += [f"-isystem{folder}" for folder in python]
         objects.append(ninja.build(config.object_file(source), "cxx", [source], flags))
     link_flags = ["-pthread", *shlex.split(os.environ.get("LDFLAGS", ""))]
     link_flags += standard_library_flags(config.cxx)
@@ -380,12 +385,13 @@ def emulator_ninja_file(config: Config) -> str:
     return ninja.text()
 
 
+def emulator_config(root: Path, torch_home: Path) -> Config:
+    """pybind11's headers are torch's; nothing else of torch is used."""
+    return Config(root, root / "build" / "emulator", torch_home, cuda=None)
+
+
 def emulator_module(config: Config) -> Path:
     return config.build_dir / f"_emulator{sysconfig.get_config_var('EXT_SUFFIX')}"
-
-
-def emulator_config(root: Path, torch_home: Path) -> Config:
-    return Config(root, root / "build" / "emulator", torch_home, cuda=None)
 
 
 def find_ninja() -> str:
@@ -403,6 +409,16 @@ def build(config: Config, targets: Iterable[Path] = ()) -> None:
 
     Several processes may build one folder: they take turns. Raises BuildError.
     """
+    _run_ninja(config, ninja_file, targets)
+
+
+def build_emulator(config: Config) -> Path:
+    """Brings the emulator's module up to date and returns its file. Raises BuildError."""
+    _run_ninja(config, emulator_ninja_file, ())
+    return emulator_module(config)
+
+
+def _run_ninja(config: Config, ninja_text, targets: Iterable[Path]) -> None:
     if shutil.which(config.cxx) is None:
         raise BuildError(
             f"the C++ compiler {config.cxx!r} was not found: install g++ 12 or newer "
@@ -411,7 +427,7 @@ def build(config: Config, targets: Iterable[Path] = ()) -> None:
     config.build_dir.mkdir(parents=True, exist_ok=True)
     with open(config.build_dir / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        text = ninja_file(config)
+        text = ninja_text(config)
         path = config.build_dir / "build.ninja"
         if not path.exists() or path.read_text() != text:
             path.write_text(text)

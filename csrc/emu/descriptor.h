@@ -17,7 +17,8 @@ struct MatrixDescriptor {
     /// Shared address of the 16 bytes of row `row` (of M or N) from byte `k_byte` of K on, K-major.
     uint32_t k_major(uint32_t row, uint32_t k_byte) const {
         const uint32_t line = start + row / 8 * stride_bytes + row % 8 * width;
-        return width == kPieceBytes ? line + k_byte / kPieceBytes * leading_bytes : swizzled(line + k_byte, width);
+        return width == kPieceBytes ? line + k_byte / kPieceBytes * leading_bytes
+                                    : swizzled(line + k_byte, width);
     }
 
     /// Shared address of the 16 bytes of line `k` from byte `mn_byte` of M or N on, MN-major. Without a

@@ -28,7 +28,8 @@ template <int kMantissa>
 constexpr float float8_value(uint8_t bits) {
     constexpr int kExponents = 7 - kMantissa, kBias = (1 << (kExponents - 1)) - 1;
     constexpr bool kHasInfinity = kMantissa == 2;
-    const int exponent = bits >> kMantissa & ((1 << kExponents) - 1), mantissa = bits & ((1 << kMantissa) - 1);
+    const int exponent = bits >> kMantissa & ((1 << kExponents) - 1),
+              mantissa = bits & ((1 << kMantissa) - 1);
     const uint32_t sign = uint32_t{bits} >> 7 << 31;
     const bool top = exponent == (1 << kExponents) - 1;
     if (top && (kHasInfinity || mantissa == (1 << kMantissa) - 1)) {

@@ -37,7 +37,7 @@ inline void transpose_8x8(const uint8_t* rows, uint32_t pitch, Word* out, uint32
     Halves r[8], s[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) __builtin_memcpy(&r[i], rows + i * pitch, sizeof(r[i]));
-    // Three rounds of interleaving rows i and i + 4 move the row's number into the lane's.
+        // Three rounds of interleaving rows i and i + 4 move the row's number into the lane's.
 #pragma GCC unroll 3
     for (int round = 0; round < 3; ++round) {
 #pragma GCC unroll 4

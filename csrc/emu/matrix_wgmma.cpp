@@ -36,8 +36,8 @@ Wgmma make_wgmma(uint64_t a, uint64_t b, uint32_t columns, bool accumulate, cons
     return {a, b, columns, accumulate ? 1u : 0u, kind.options(), compute, ranges};
 }
 
-void gather(MatrixDescriptor descriptor, bool mn_major, uint32_t first, uint32_t rows,
-            const uint8_t* shared, RawOperand& raw) {
+void gather(MatrixDescriptor descriptor, bool mn_major, uint32_t first, uint32_t rows, const uint8_t* shared,
+            RawOperand& raw) {
     if (mn_major) {
         const uint32_t bytes = 2 * rows, first_byte = 2 * first;
         for (uint32_t k = 0; k < kDepthBytes / 2; ++k) {

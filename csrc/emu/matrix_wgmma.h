@@ -19,8 +19,9 @@ struct WgmmaKind {
                static_cast<uint64_t>(b) << 16;
     }
     static constexpr WgmmaKind from(uint64_t options) {
-        return {static_cast<MatrixElement>(options >> 8 & 0xff), static_cast<MatrixElement>(options >> 16 & 0xff),
-                (options & 1) != 0, (options >> 1 & 1) != 0};
+        return {static_cast<MatrixElement>(options >> 8 & 0xff),
+                static_cast<MatrixElement>(options >> 16 & 0xff), (options & 1) != 0,
+                (options >> 1 & 1) != 0};
     }
 };
 
@@ -28,8 +29,8 @@ struct WgmmaKind {
 Wgmma make_wgmma(uint64_t a, uint64_t b, uint32_t columns, bool accumulate, const WgmmaKind& kind);
 
 /// 16 rows of A, or N of B, from row `first` on, out of shared memory (by address).
-void gather(MatrixDescriptor descriptor, bool mn_major, uint32_t first, uint32_t rows,
-            const uint8_t* shared, RawOperand& raw);
+void gather(MatrixDescriptor descriptor, bool mn_major, uint32_t first, uint32_t rows, const uint8_t* shared,
+            RawOperand& raw);
 
 /// The whole swizzle atoms that `gather` reads from.
 SharedRange gathered_range(MatrixDescriptor descriptor, bool mn_major, uint32_t first, uint32_t rows);

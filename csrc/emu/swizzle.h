@@ -1,6 +1,6 @@
-// The permutation of 16-byte pieces that TMA writes and wgmma reads: bits 4 to 6 of a shared address are xored
-// with as many of its bits 7 to 9 as the swizzle's width has pieces. Absolute addresses, so a tile that does
-// not start on 8 lines shows here as it does on the device.
+// The permutation of 16-byte pieces that TMA writes and wgmma reads: bits 4 to 6 of a shared address are
+// xored with as many of its bits 7 to 9 as the swizzle's width has pieces. Absolute addresses, so a tile that
+// does not start on 8 lines shows here as it does on the device.
 #pragma once
 
 #include <cstdint>

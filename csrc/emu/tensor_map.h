@@ -47,7 +47,9 @@ struct BoxLine {
     char* global;                       // the tensor's byte at inside_begin
 
     /// Where the piece at byte `at` of the line (a multiple of 16) lies in shared memory.
-    uint32_t shared(uint32_t at, uint32_t swizzle_width) const { return swizzled(linear + at, swizzle_width); }
+    uint32_t shared(uint32_t at, uint32_t swizzle_width) const {
+        return swizzled(linear + at, swizzle_width);
+    }
 };
 
 /// Calls `f(BoxLine)` for each line of the box whose corner is element `at`, in shared memory's order from

@@ -95,6 +95,11 @@ TensorMapFields check_box(const void* map_address, uint32_t rank, const int32_t*
 
 }  // namespace
 
+std::unique_ptr<Copy> make_tensor_copy(const TensorMapFields& map, const int32_t* at, uint32_t shared,
+                                       bool add) {
+    return std::make_unique<TensorCopy>(map, at, shared, add);
+}
+
 TensorMapFields read_tensor_map(const void* map) {
     TensorMapFields fields;
     std::memcpy(&fields, map, sizeof(fields));
@@ -110,7 +115,7 @@ TensorMapFields read_tensor_map(const void* map) {
 void issue_tensor_load(const char* instruction, const void* map, uint32_t rank, const int32_t* at,
                        uint32_t shared, uint32_t barrier, uint16_t blocks) {
     const TensorMapFields fields = check_box(map, rank, at);
-    issue_load(instruction, std::make_unique<TensorCopy>(fields, at, shared, false),
+    issue_load(instruction, make_tensor_copy(fields, at, shared, /* add */ false),
                {shared, fields.box_bytes(), kTensorAlignment}, barrier, blocks);
 }
 
@@ -126,7 +131,7 @@ void issue_tensor_store(const char* instruction, const void* map, uint32_t rank,
     if (add && fields.element == TensorElement::kBytes) {
         fail(ErrorKind::kUsage, "adds to a tensor of bytes: its map must say BF16 or FP32");
     }
-    issue_store(instruction, std::make_unique<TensorCopy>(fields, at, shared, add),
+    issue_store(instruction, make_tensor_copy(fields, at, shared, add),
                 {shared, fields.box_bytes(), kTensorAlignment});
 }
 

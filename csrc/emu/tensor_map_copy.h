@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "csrc/emu/machine.h"
 #include "csrc/emu/tensor_map.h"
@@ -17,6 +18,10 @@ void issue_tensor_load(const char* instruction, const void* map, uint32_t rank, 
 /// Shared to global; `add`: a reduction of the map's type.
 void issue_tensor_store(const char* instruction, const void* map, uint32_t rank, const int32_t* at,
                         uint32_t shared, bool add);
+
+/// The copy alone: the box of `map` at `at`, its shared side at address `shared`.
+std::unique_ptr<Copy> make_tensor_copy(const TensorMapFields& map, const int32_t* at, uint32_t shared,
+                                       bool add);
 
 /// The fields of the map at `map`; fails where the emulator did not make it.
 TensorMapFields read_tensor_map(const void* map);

@@ -222,6 +222,9 @@ __global__ void ptx_convert_kernel(const __grid_constant__ PtxTestParams params)
         params.put(0, 3 * count + i, ptx::float_bits(ptx::exp2_approx(a)));
         params.put(0, 4 * count + i, ptx::float_bits(ptx::reciprocal_approx(b)));
         params.put(0, 5 * count + i, ptx::float_bits(ptx::fused_multiply_add(a, b, a)));
+        const ptx::Sigmoid sigmoid = ptx::sigmoid(a);
+        params.put(0, 6 * count + i, ptx::float_bits(sigmoid.value));
+        params.put(0, 7 * count + i, ptx::float_bits(sigmoid.complement));
     }
 }
 

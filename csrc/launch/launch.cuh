@@ -1,21 +1,19 @@
-// The one way a kernel is launched.
+// The one way a kernel is launched. Sources that include this compile for the device and, as C++, for the
+// emulator.
 #pragma once
+
+#if !defined(__CUDACC__)
+#include "csrc/launch/emulator/launch.h"
+#else
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
 #include "csrc/launch/error.h"
+#include "csrc/launch/launch_shape.h"
 
 namespace mok::launch {
-
-struct LaunchShape {
-    uint32_t blocks;
-    uint32_t threads;
-    uint32_t shared_bytes = 0;  // dynamic; kernels have no other
-    uint32_t cluster = 1;       // blocks of a cluster; divides `blocks`
-    bool cooperative = false;   // all blocks are resident at once, or the launch fails
-};
 
 /// Launches `kernel(params)` on `stream` (a cudaStream_t) and returns at once; right under graph capture.
 /// Throws CudaError, which names the kernel.
@@ -50,6 +48,13 @@ void launch(const char* name, void (*kernel)(Params), const LaunchShape& shape, 
     check_cuda(cudaLaunchKernelEx(&config, kernel, params), name);
 }
 
+/// Loads `kernel` now instead of at its first launch, which may not wait for the driver.
+template <typename Params>
+void load_kernel(const char* name, void (*kernel)(Params)) {
+    cudaFuncAttributes attributes;
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel), name);
+}
+
 /// Multiprocessors of the current device.
 uint32_t num_multiprocessors();
 
@@ -65,3 +70,5 @@ uint32_t blocks_per_multiprocessor(const char* name, void (*kernel)(Params), uin
 }
 
 }  // namespace mok::launch
+
+#endif  // defined(__CUDACC__)

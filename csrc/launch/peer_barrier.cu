@@ -17,10 +17,9 @@ LaunchShape one_block(const PeerGroup& group) {
 }  // namespace
 
 void load_peer_kernels() {
-    cudaFuncAttributes attributes;
-    check_cuda(cudaFuncGetAttributes(&attributes, peer_barrier_kernel), "loading mok's peer barrier");
-    check_cuda(cudaFuncGetAttributes(&attributes, peer_end_kernel), "loading mok's peer barrier");
-    check_cuda(cudaFuncGetAttributes(&attributes, copy_words_kernel), "loading mok's peer barrier");
+    load_kernel("loading mok's peer barrier", peer_barrier_kernel);
+    load_kernel("loading mok's peer barrier", peer_end_kernel);
+    load_kernel("loading mok's peer barrier", copy_words_kernel);
 }
 
 void launch_peer_barrier(const PeerGroup& group, PeerPhase phase, void* stream) {

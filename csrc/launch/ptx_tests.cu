@@ -64,7 +64,7 @@ void run_convert(const PtxTest& test) {
     const int64_t bytes = 4 * number(test, 0);
     input(test, 0, bytes);
     input(test, 1, bytes);
-    output(test, 0, 6 * bytes);
+    output(test, 0, 8 * bytes);
     run("ptx_convert", ptx_convert_kernel, {1, 256}, test);
 }
 

@@ -60,8 +60,8 @@ ptx::TensorMap make_tensor_map(const TensorMapSpec& spec) {
         throw CudaError(concat("cuTensorMapEncodeTiled refused (error ", static_cast<int>(result),
                                ") a tensor of ", spec.rank, " dimensions at ", spec.base, ", sizes ",
                                spec.sizes[0], " x ", spec.sizes[1], ", row stride ", spec.stride_bytes[0],
-                               " bytes, box ", spec.box[0], " x ", spec.box[1], ", ", element_bytes(spec.type),
-                               " bytes an element."));
+                               " bytes, box ", spec.box[0], " x ", spec.box[1], ", ",
+                               element_bytes(spec.type), " bytes an element."));
     }
     return map;
 }

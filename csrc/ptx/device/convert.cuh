@@ -45,6 +45,30 @@ MOK_DEVICE float reciprocal_approx(float x) {
     return result;
 }
 
+/// sigmoid(x) and 1 - sigmoid(x).
+struct Sigmoid {
+    float value, complement;
+};
+
+/// Both within 1e-6 (relative) of the exact values, those below 2^-126 as zero; NaN stays NaN. Two
+/// approximations (ex2, rcp) and eleven plain instructions (sm_80).
+MOK_DEVICE Sigmoid sigmoid(float x) {
+    constexpr float kLog2E = 0x1.715476p+0f, kLog2ERest = 0x1.4ae0cp-26f, kLn2 = 0x1.62e43p-1f;
+    // e^-100 is zero all the same, and infinity would become NaN below.
+    float magnitude;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(magnitude) : "f"(fabsf(x)), "f"(100.0f));
+    // e^-|x| = 2^power (1 + rest ln 2): the rounding of the power, 2^-18 at most, would show in 2^power.
+    const float power = -magnitude * kLog2E;
+    float rest = __fmaf_rn(-magnitude, kLog2E, -power);
+    rest = __fmaf_rn(-magnitude, kLog2ERest, rest);
+    const float rough = exp2_approx(power);
+    const float decay = __fmaf_rn(rough, rest * kLn2, rough);
+    // The smaller one as a product, not as a difference from 1, keeps its relative accuracy.
+    const float larger = reciprocal_approx(1.0f + decay), smaller = decay * larger;
+    const bool negative = x < 0.0f;
+    return {negative ? smaller : larger, negative ? larger : smaller};
+}
+
 /// fma.rn.f32: one rounding, subnormals kept (sm_20).
 MOK_DEVICE float fused_multiply_add(float a, float b, float c) {
     return __fmaf_rn(a, b, c);

@@ -9,10 +9,9 @@
 
 namespace mok::ptx {
 
-/// prefetch.tensormap.
-inline void prefetch_tensormap(const TensorMap* map, emu::Site site = emu::Site::current()) {
+/// prefetch.tensormap: a hint, also for a map that no copy uses.
+inline void prefetch_tensormap(const TensorMap*, emu::Site site = emu::Site::current()) {
     emu::enter("prefetch_tensormap", site);
-    emu::read_tensor_map(map);
 }
 
 /// cp.async.bulk.tensor.2d global to shared.
@@ -24,8 +23,8 @@ inline void tma_load_2d(uint32_t destination, const TensorMap* map, int32_t x, i
 }
 
 /// The same with an L2 policy.
-inline void tma_load_2d_hint(uint32_t destination, const TensorMap* map, int32_t x, int32_t y, uint32_t barrier,
-                             uint64_t, emu::Site site = emu::Site::current()) {
+inline void tma_load_2d_hint(uint32_t destination, const TensorMap* map, int32_t x, int32_t y,
+                             uint32_t barrier, uint64_t, emu::Site site = emu::Site::current()) {
     emu::enter("tma_load_2d_hint", site);
     const int32_t at[] = {x, y};
     emu::issue_tensor_load("tma_load_2d_hint", map, 2, at, destination, barrier);

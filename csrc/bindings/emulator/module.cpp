@@ -1,0 +1,16 @@
+// _emulator: the emulated machine and the kernels that run on it, for tests. No torch, no CUDA; not part of
+// mok. Each group of kernels binds itself in a file of its own.
+#include <pybind11/pybind11.h>
+
+namespace mok::emulator {
+void bind_run(pybind11::module_& module);
+void bind_ptx_tests(pybind11::module_& module);
+void bind_arithmetic(pybind11::module_& module);
+}  // namespace mok::emulator
+
+PYBIND11_MODULE(_emulator, module) {
+    module.doc() = "Runs mok's GPU kernels on the CPU, under seeded schedules and a checker.";
+    mok::emulator::bind_run(module);
+    mok::emulator::bind_ptx_tests(module);
+    mok::emulator::bind_arithmetic(module);
+}

@@ -1,0 +1,79 @@
+#include "csrc/bindings/emulator/session.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#include "csrc/emu/machine.h"
+#include "csrc/layout/check.h"
+#include "csrc/layout/types.h"
+
+namespace py = pybind11;
+
+namespace mok::emulator {
+
+void Session::FreeDeleter::operator()(void* memory) const {
+    std::free(memory);
+}
+
+void* Session::allocate(size_t bytes) {
+    constexpr size_t kAlignment = 256;  // cudaMalloc's
+    void* memory = std::aligned_alloc(kAlignment, round_up<size_t>(bytes > 0 ? bytes : 1, kAlignment));
+    if (memory == nullptr) throw std::bad_alloc();
+    memory_.emplace_back(memory);
+    return memory;
+}
+
+void* Session::add(const std::string& name, const py::array& array, const Use& use, int rank) {
+    MOK_CHECK((array.flags() & py::array::c_style) != 0, name, " is not C-contiguous; copy it.");
+    MOK_CHECK(!use.is_output || array.writeable(), name, " is an output but not writeable; copy it.");
+    const size_t bytes = static_cast<size_t>(array.nbytes());
+    void* memory = allocate(bytes);
+    std::memcpy(memory, array.data(), bytes);
+    emu::Region region;
+    region.name = name;
+    region.base = memory;
+    region.bytes = bytes;
+    region.rank = rank;
+    region.peer_visible = use.peer_visible;
+    region.is_input = use.is_input;
+    region.is_output = use.is_output;
+    region.is_constant = use.is_constant;
+    regions_.push_back(region);
+    if (use.is_output) outputs_.push_back({array, memory});
+    return memory;
+}
+
+void* Session::scratch(const std::string& name, size_t bytes, int rank, bool peer_visible) {
+    emu::Region region;
+    region.name = name;
+    region.base = allocate(bytes);
+    region.bytes = bytes;
+    region.rank = rank;
+    region.peer_visible = peer_visible;
+    std::memset(region.base, emu::kPoison, bytes);
+    regions_.push_back(region);
+    return region.base;
+}
+
+launch::EmulatorStream& Session::stream(int rank) {
+    launch::EmulatorStream& stream = streams_[rank];
+    stream.rank = rank;
+    return stream;
+}
+
+emu::RunResult Session::run(const emu::RunOptions& options) {
+    std::vector<emu::Launch> launches;
+    for (auto& [rank, stream] : streams_) {
+        for (emu::Launch& each : stream.launches) launches.push_back(std::move(each));
+        stream.launches.clear();
+    }
+    emu::RunResult result = emu::run(regions_, launches, options);
+    for (const Output& output : outputs_) {
+        py::array array = output.array;
+        std::memcpy(array.mutable_data(), output.memory, static_cast<size_t>(array.nbytes()));
+    }
+    if (!result.ok) throw EmulatorError(result.error);
+    return result;
+}
+
+}  // namespace mok::emulator

@@ -1,0 +1,67 @@
+// One run of the emulated machine from Python: NumPy buffers become memory of ranks, an error of a kernel
+// becomes EmulatorError with the machine's report.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "csrc/emu/launch.h"
+#include "csrc/launch/emulator/launch.h"
+
+namespace mok::emulator {
+
+/// What kernels may do with a buffer, and how it relates to the host.
+struct Use {
+    bool is_output = false;     // copied back, and checked against what the host reads after the last launch
+    bool is_constant = false;   // kernels only read it
+    bool peer_visible = false;  // in the symmetric heap
+    bool is_input = true;       // holds the array's data; otherwise poison until a kernel writes it
+};
+inline constexpr Use kInput{false, true, false, true};
+inline constexpr Use kOutput{true, false, false, true};
+inline constexpr Use kPeerOutput{true, false, true, true};
+
+/// Buffers and launches of one run. Arrays are copied to memory aligned as cudaMalloc aligns, and outputs
+/// back after the run, whether it ended well or not.
+class Session {
+  public:
+    /// Memory of `rank` with the array's bytes; the array must be C-contiguous, and writeable for outputs.
+    void* add(const std::string& name, const pybind11::array& array, const Use& use, int rank = 0);
+    /// Memory that the host neither fills nor reads.
+    void* scratch(const std::string& name, size_t bytes, int rank = 0, bool peer_visible = false);
+
+    launch::EmulatorStream& stream(int rank = 0);
+
+    /// Runs everything; throws EmulatorError where a kernel erred.
+    emu::RunResult run(const emu::RunOptions& options);
+
+  private:
+    struct FreeDeleter {
+        void operator()(void* memory) const;
+    };
+    struct Output {
+        pybind11::array array;
+        const void* memory;
+    };
+
+    void* allocate(size_t bytes);
+
+    std::vector<std::unique_ptr<void, FreeDeleter>> memory_;
+    std::vector<emu::Region> regions_;
+    std::vector<Output> outputs_;
+    std::map<int, launch::EmulatorStream> streams_;  // by rank; addresses stay
+};
+
+/// A run that a kernel ended: what() is the machine's report.
+class EmulatorError : public std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+}  // namespace mok::emulator
