@@ -19,7 +19,7 @@ _EXPORTS = {
     "symm_empty": "workspace",
 }
 _PURE_SUBMODULES = ("errors", "reference", "router", "simulation", "timeline")
-_NATIVE_SUBMODULES = ("experts", "layer", "ops", "workspace")
+_NATIVE_SUBMODULES = ("experts", "functional", "layer", "ops", "workspace")
 
 __all__ = ["__version__", "reference", *_EXPORTS]
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from mok import workspace
-from mok.errors import PeerAbortedError, WorkspaceClosedError
+from mok.errors import PeerAbortedError
 
 _agreed_max_tokens: dict[str, int] = {}
 
@@ -111,7 +111,9 @@ def abort_call(
         for each in (torch.bfloat16, torch.float32)
     }
     if dtype is None:
-        affected = [name for name in names.values() if _is_open(name)] or [names[torch.bfloat16]]
+        affected = [name for name in names.values() if workspace.is_open(name)] or [
+            names[torch.bfloat16]
+        ]
     else:
         affected = [names[dtype]]
     for name in affected:
@@ -125,14 +127,6 @@ def abort_only_workspace(group_name: str, reason: str) -> None:
     names = [each.name for each in workspace.all_open() if each._spec.group.is_of(group)]
     if len(names) == 1:
         workspace.abort(names[0], reason)
-
-
-def _is_open(name: str) -> bool:
-    try:
-        workspace.get(name)
-    except WorkspaceClosedError:
-        return False
-    return True
 
 
 def agree_at_trace_time(layer_key: str, group_name: str, x_TH: torch.Tensor) -> None:

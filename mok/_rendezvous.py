@@ -32,8 +32,12 @@ class Group:
             return process_group is None
         return process_group is not None and self._reference() is process_group
 
+    def process_group(self) -> dist.ProcessGroup | None:
+        """None for one rank by itself, and for a group that was destroyed."""
+        return None if self._reference is None else self._reference()
+
     def store(self) -> dist.Store:
-        process_group = None if self._reference is None else self._reference()
+        process_group = self.process_group()
         if process_group is None:
             raise SymmetricHeapError(
                 f"the process group {self.key} was destroyed before its workspace was created; "

@@ -7,180 +7,27 @@ with equal settings share one. Ops find it by its name in a registry of the proc
 
 import atexit
 import contextlib
-import dataclasses
 import math
 import os
-import threading
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mok import _C, _rendezvous
 from mok._devices import describe_device as describe_device
+from mok._workspace import DTYPES as _DTYPES
+from mok._workspace import Spec as _Spec
+from mok._workspace import Workspace as Workspace
+from mok._workspace import closed_names as _closed
+from mok._workspace import failures as _failed
+from mok._workspace import lock as _lock
+from mok._workspace import open_workspaces as _open
+from mok._workspace import specs as _specs
 from mok.errors import PeerAbortedError, PeerTimeoutError, WorkspaceClosedError
 
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 # Address space only: memory is taken as tensors are allocated.
 _HOST_ARENA_BYTES = 1 << 30
-_HOST = -1  # csrc/symm/heap.h: kHostDevice
-
-
-@dataclasses.dataclass(frozen=True)
-class _Spec:
-    group: _rendezvous.Group
-    max_tokens: int
-    hidden_size: int
-    top_k: int
-    dtype: torch.dtype
-    arena_bytes: int
-    device: torch.device
-
-    def settings(self) -> dict[str, Any]:
-        """What must be equal on all ranks."""
-        return self._core_settings() | {"device": self.device.type}
-
-    def new_core(self, name: str) -> _C.Workspace:
-        index = _HOST if self.device.type == "cpu" else self.device.index
-        group = self.group
-        return _C.Workspace(
-            name, group.rank, group.num_ranks, **self._core_settings(), device=index
-        )
-
-    def _core_settings(self) -> dict[str, Any]:
-        return {
-            "max_tokens": self.max_tokens,
-            "hidden_size": self.hidden_size,
-            "top_k": self.top_k,
-            "dtype": _DTYPES[self.dtype],
-            "arena_bytes": self.arena_bytes,
-        }
-
-
-class Workspace:
-    """One group's windows, barriers and scratch, shared by all layers of equal settings.
-
-    Made by the first call of a layer (or `ensure`). Calls in one workspace are one after the
-    other, in the same order on all ranks.
-    """
-
-    def __init__(self, name: str, spec: _Spec, core: _C.Workspace):
-        self._spec = spec
-        self._core = core
-        self.name = name
-
-    @property
-    def rank(self) -> int:
-        return self._spec.group.rank
-
-    @property
-    def num_ranks(self) -> int:
-        return self._spec.group.num_ranks
-
-    @property
-    def max_tokens(self) -> int:
-        return self._spec.max_tokens
-
-    @property
-    def hidden_size(self) -> int:
-        return self._spec.hidden_size
-
-    @property
-    def top_k(self) -> int:
-        return self._spec.top_k
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._spec.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._spec.device
-
-    @property
-    def backing(self) -> str:
-        """What the windows are made of: "memfd", or "memory" for one rank.
-
-        On a GPU "fabric" or "posix_fd" for several ranks (`describe_device` says which and why).
-        """
-        return self._core.backing
-
-    @property
-    def memory_bytes(self) -> int:
-        """What this rank holds: its window, tensors in the arena, and scratch for temporaries."""
-        return self._core.fixed_bytes + self._core.arena_in_use + self._core.scratch_bytes
-
-    @property
-    def closed(self) -> bool:
-        return self._core.closed
-
-    def check(self) -> None:
-        """Raises what has made this workspace unusable, if anything has.
-
-        Raises PeerTimeoutError, PeerAbortedError or WorkspaceClosedError. Waits for nothing: on a
-        GPU it knows what kernels have found so far, also after the CUDA context was lost.
-        """
-        self._core.check()
-
-    def set_timeout(self, seconds: float) -> None:
-        """How long one barrier of a call may wait (at first `MOK_TIMEOUT_S`, else 600 s).
-
-        On a GPU this holds for barriers that begin from now on, those of captured graphs included.
-        """
-        self._core.set_timeout(seconds)
-
-    def contains(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of a contiguous tensor lies in this rank's window."""
-        return self._core.contains(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """Frees the memory. Collective: waits until the peers close too, at most `timeout_s`.
-
-        Tensors of `symm_empty` stay valid and are freed when they die. Closing again does nothing.
-        On a GPU it waits for this rank's own work instead, for no peer (they keep what they have
-        mapped); with timeout_s=0 barriers that still wait give up.
-        Raises PeerTimeoutError naming the ranks that did not close; here it is closed even then.
-        """
-        if timeout_s is not None and not timeout_s >= 0:
-            raise ValueError(f"timeout_s is {timeout_s}, but must be 0 or more seconds.")
-        seconds = _C.default_timeout() if timeout_s is None else timeout_s
-        _closed.add(self.name)
-        _open.pop(self.name, None)
-        missing = self._core.close(seconds)
-        if missing:
-            raise PeerTimeoutError(
-                f"rank {self.rank} closed workspace {self.name}, but rank(s) "
-                f"{', '.join(map(str, missing))} did not within {seconds:g} s; close it on all "
-                "ranks, or pass timeout_s=0 not to wait."
-            )
-
-    def __enter__(self) -> "Workspace":
-        return self
-
-    def __exit__(self, kind, value, traceback) -> None:
-        # A rank that leaves by an exception does not wait for peers, who may be waiting for it.
-        self.close(None if kind is None else 0)
-
-    def __deepcopy__(self, memo) -> "Workspace":
-        return self
-
-    def __reduce__(self):
-        raise TypeError("a Workspace belongs to its process and cannot be pickled.")
-
-    def __repr__(self) -> str:
-        state = "closed" if self.closed else f"{self._core.window_bytes / 2**20:.1f} MiB per window"
-        return (
-            f"Workspace({self.name!r}, rank {self.rank} of {self.num_ranks}, "
-            f"backing={self.backing!r}, {state})"
-        )
-
-
-_lock = threading.RLock()
-_specs: dict[str, _Spec] = {}
-_open: dict[str, Workspace] = {}
-_closed: set[str] = set()
-_failed: dict[str, Exception] = {}
 
 
 def declare(
@@ -191,13 +38,16 @@ def declare(
     top_k: int,
     dtype: torch.dtype,
     device: torch.device | str | None = None,
+    tag: str = "",
 ) -> str:
     """Remembers the settings of a workspace and returns its name; equal settings, equal name.
 
     Nothing is allocated and no peer is asked; `ensure` does that. `group=None` is one rank by
     itself. `max_tokens`, `hidden_size` (elements) and `top_k` (experts per token) are the largest
     of any call and equal on all ranks; `dtype` is torch.float32 or torch.bfloat16; `device` is
-    where the calls run, the CPU unless given, and for "cuda" the current device.
+    where the calls run, the CPU unless given, and for "cuda" the current device. A `tag`, equal on
+    all ranks, makes a workspace besides that of the other settings: two of them let two
+    micro-batches be in flight.
     """
     for argument, value in (
         ("max_tokens", max_tokens),
@@ -216,12 +66,14 @@ def declare(
         if where.type == "cuda":  # taken at once: room for x and dout of a call
             default_arena = 2 * max_tokens * hidden_size * dtype.itemsize
         arena = _arena_bytes(default_arena)
-        spec = _Spec(spec_group, max_tokens, hidden_size, top_k, dtype, arena, where)
+        spec = _Spec(spec_group, max_tokens, hidden_size, top_k, dtype, arena, where, tag)
         stem = f"{spec_group.key}/T{max_tokens}-H{hidden_size}-K{top_k}-{_DTYPES[dtype]}"
         if where.type == "cuda":
             stem += f"-cuda{where.index}"
         if arena != default_arena:
             stem += f"-A{arena}"
+        if tag:
+            stem += f"-{tag}"
         name, generation = stem, 1
         # A closed workspace stays closed, a failed one failed; new layers get a new one.
         while name in _closed or name in _failed:
@@ -229,6 +81,20 @@ def declare(
             name = f"{stem}#{generation}"
         _specs[name] = spec
         return name
+
+
+_num_new: dict[str, int] = {}
+
+
+def declare_new(group: dist.ProcessGroup | None, **settings) -> str:
+    """`declare` under a tag of its own: a workspace that no other layer shares.
+
+    Ranks of a group declare their new workspaces in the same order.
+    """
+    with _lock:
+        key = _rendezvous.group_of(group).key
+        _num_new[key] = _num_new.get(key, 0) + 1
+        return declare(group, tag=f"new{_num_new[key]}", **settings)
 
 
 def ensure(name: str) -> Workspace:
@@ -258,6 +124,23 @@ def get(name: str) -> Workspace:
     if workspace is None or workspace.closed:
         raise _closed_error(name)
     return workspace
+
+
+def is_open(name: str) -> bool:
+    """Whether this process has created the workspace of this name and not closed it."""
+    workspace = _open.get(name)
+    return workspace is not None and not workspace.closed
+
+
+def group_of(name: str) -> tuple[dist.ProcessGroup | None, int]:
+    """The process group that a declared workspace belongs to (None: one rank), and this rank.
+
+    Raises WorkspaceClosedError if none of this name was declared or its group was destroyed.
+    """
+    spec = _specs.get(name)
+    if spec is None or (spec.group.num_ranks > 1 and spec.group.process_group() is None):
+        raise _closed_error(name)
+    return spec.group.process_group(), spec.group.rank
 
 
 def all_open() -> list[Workspace]:

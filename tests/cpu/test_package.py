@@ -74,10 +74,8 @@ def installed(wheel, tmp_path_factory) -> Path:
 @pytest.fixture
 def sources_only(tmp_path) -> Path:
     """A folder with mok's Python files, as a source checkout has them before any build."""
-    (tmp_path / "mok").mkdir()
-    for path in PACKAGE.glob("*.py"):
-        if path.name != "_build_info.py":
-            shutil.copy(path, tmp_path / "mok")
+    compiled = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "mok", ignore=compiled)
     return tmp_path
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mok import _C, workspace
+from mok import _C, _workspace, workspace
 from mok.errors import (
     PeerAbortedError,
     PeersNotLocalError,
@@ -107,11 +107,11 @@ def fail_to_allocate_on_rank_1(rank, group):
         def refuse(*args, **kwargs):
             raise SymmetricHeapError("no memory here")
 
-        workspace._C = SimpleNamespace(Workspace=refuse, default_timeout=_C.default_timeout)
+        _workspace._C = SimpleNamespace(Workspace=refuse)
     try:
         outcome = outcome_of(workspace.ensure, name)
     finally:
-        workspace._C = _C
+        _workspace._C = _C
     return outcome, outcome_of(workspace.ensure, name)
 
 
