@@ -46,23 +46,37 @@ MOK_DEVICE bool load_tile(const Shared& shared, StageCursor& cursor, const TileO
     return true;
 }
 
-/// A consumer warpgroup: its part of the product. When the time is up it runs on over what lies there, so
-/// that the four warps stay together; the caller looks at the deadline.
-MOK_DEVICE void multiply_tile(const Shared& shared, StageCursor& cursor, uint32_t part, int32_t k_steps,
-                              uint32_t lane, ptx::Deadline& deadline, float (&accumulators)[kAccumulators]) {
-    constexpr auto kK = ptx::Major::kK;
+/// An operand in a stage; MN-major ones are panels of 64 columns of M or N.
+template <ptx::Major kMajor>
+MOK_DEVICE uint64_t operand_descriptor(uint32_t address) {
     constexpr auto kSwizzle = ptx::Swizzle::k128B;
-    constexpr uint32_t kStepBytes = ptx::k16_step_bytes(kK, kSwizzle);
+    if constexpr (kMajor == ptx::Major::kK) {
+        return ptx::k_major_descriptor(address, kSwizzle);
+    } else {
+        return ptx::mn_major_descriptor(address, kTileK * kLineBytes, kSwizzle);
+    }
+}
+
+/// A consumer warpgroup: its part of the product, or `continues`: added to what the accumulators hold. When
+/// the time is up it runs on over what lies there, so that the four warps stay together; the caller looks at
+/// the deadline.
+template <ptx::Major kMajorA = ptx::Major::kK, ptx::Major kMajorB = ptx::Major::kK>
+MOK_DEVICE void multiply_tile(const Shared& shared, StageCursor& cursor, uint32_t part, int32_t k_steps,
+                              uint32_t lane, ptx::Deadline& deadline, float (&accumulators)[kAccumulators],
+                              bool continues = false) {
+    constexpr uint32_t kStepA = ptx::k16_step_bytes(kMajorA, ptx::Swizzle::k128B);
+    constexpr uint32_t kStepB = ptx::k16_step_bytes(kMajorB, ptx::Swizzle::k128B);
     uint32_t previous = 0;
     for (int32_t step = 0; step < k_steps; ++step) {
         ptx::mbar_wait(shared.stage_full(cursor.slot), cursor.parity, deadline);
-        const uint64_t a = ptx::k_major_descriptor(shared.a(cursor.slot, part), kSwizzle);
-        const uint64_t b = ptx::k_major_descriptor(shared.b(cursor.slot), kSwizzle);
+        const uint64_t a = operand_descriptor<kMajorA>(shared.a(cursor.slot, part));
+        const uint64_t b = operand_descriptor<kMajorB>(shared.b(cursor.slot));
         ptx::wgmma_fence();
 #pragma unroll
         for (uint32_t i = 0; i < kTileK / 16; ++i) {
-            ptx::wgmma_bf16<kTileN, kK, kK>(accumulators, ptx::advanced(a, i * kStepBytes),
-                                            ptx::advanced(b, i * kStepBytes), step > 0 || i > 0);
+            ptx::wgmma_bf16<kTileN, kMajorA, kMajorB>(accumulators, ptx::advanced(a, i * kStepA),
+                                                      ptx::advanced(b, i * kStepB),
+                                                      continues || step > 0 || i > 0);
         }
         ptx::wgmma_commit();
         if (step > 0) {  // the stage before this one has been read

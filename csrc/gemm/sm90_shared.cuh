@@ -34,7 +34,7 @@ inline constexpr uint32_t kStagingBytes = kPartRows * kStagedRowBytes;
 static_assert(kStagingBytes >= kTileN / kBoxColumns * kRowBoxBytes && kStagingBytes % 1024 == 0);
 
 inline constexpr uint32_t kPullSlots = 4, kPullSlotBytes = 4096;
-inline constexpr uint32_t kTaskSlots = 4, kTaskBytes = 32;
+inline constexpr uint32_t kTaskSlots = 4, kTaskBytes = 48;
 
 /// Ids of the barriers among a part's four warps; 0 is the whole block's.
 enum class NamedBarrier : uint32_t { kPart0 = 1, kPart1 = 2 };

@@ -22,30 +22,39 @@ struct TileTask {
         return valid_rows > static_cast<int32_t>(part * kPartRows);
     }
 };
-static_assert(sizeof(TileTask) == kTaskBytes);
+static_assert(sizeof(TileTask) <= kTaskBytes);
 inline constexpr int32_t kExitTask = -1;
 
+// A kernel whose tasks need more fields derives from TileTask: `Task` below.
+
 /// One thread of the scheduler: the task in the cursor's slot, once all have read the one before.
-MOK_DEVICE bool publish_task(const Shared& shared, TaskCursor& cursor, const TileTask& task,
+template <typename Task>
+MOK_DEVICE bool publish_task(const Shared& shared, TaskCursor& cursor, const Task& task,
                              ptx::Deadline& deadline) {
+    constexpr uint32_t kWords = sizeof(Task) / 16;
+    static_assert(sizeof(Task) <= kTaskBytes && sizeof(Task) % 16 == 0);
     if (!ptx::mbar_wait(shared.task_empty(cursor.slot), cursor.parity ^ 1, deadline)) return false;
-    ptx::Words4 words[2];
+    ptx::Words4 words[kWords];
     memcpy(words, &task, sizeof(task));
-    ptx::store_shared(shared.task(cursor.slot), words[0]);
-    ptx::store_shared(shared.task(cursor.slot) + 16, words[1]);
+#pragma unroll
+    for (uint32_t i = 0; i < kWords; ++i) ptx::store_shared(shared.task(cursor.slot) + 16 * i, words[i]);
     ptx::mbar_arrive(shared.task_full(cursor.slot));
     cursor.next();
     return true;
 }
 
 /// The next task in any number of lanes; kExitTask when the time is up. The caller frees its slot.
-MOK_DEVICE TileTask read_task(const Shared& shared, const TaskCursor& cursor, ptx::Deadline& deadline) {
-    TileTask task{};
+template <typename Task = TileTask>
+MOK_DEVICE Task read_task(const Shared& shared, const TaskCursor& cursor, ptx::Deadline& deadline) {
+    constexpr uint32_t kWords = sizeof(Task) / 16;
+    Task task{};
     task.kind = kExitTask;
     if (!ptx::mbar_wait(shared.task_full(cursor.slot), cursor.parity, deadline)) return task;
-    ptx::Words4 words[2];
-    words[0] = ptx::load_shared<ptx::Words4>(shared.task(cursor.slot));
-    words[1] = ptx::load_shared<ptx::Words4>(shared.task(cursor.slot) + 16);
+    ptx::Words4 words[kWords];
+#pragma unroll
+    for (uint32_t i = 0; i < kWords; ++i) {
+        words[i] = ptx::load_shared<ptx::Words4>(shared.task(cursor.slot) + 16 * i);
+    }
     memcpy(&task, words, sizeof(task));
     return task;
 }
@@ -57,9 +66,9 @@ MOK_DEVICE void free_task(const Shared& shared, TaskCursor& cursor) {
 }
 
 /// A whole warp reads and frees the next task; all lanes get the same, kExitTask if one gave up.
-MOK_DEVICE TileTask take_task(const Shared& shared, TaskCursor& cursor, uint32_t lane,
-                              ptx::Deadline& deadline) {
-    TileTask task = read_task(shared, cursor, deadline);
+template <typename Task = TileTask>
+MOK_DEVICE Task take_task(const Shared& shared, TaskCursor& cursor, uint32_t lane, ptx::Deadline& deadline) {
+    Task task = read_task<Task>(shared, cursor, deadline);
     if (ptx::any_lane(deadline.expired)) {
         deadline.expired = true;
         task.kind = kExitTask;
@@ -72,11 +81,12 @@ MOK_DEVICE TileTask take_task(const Shared& shared, TaskCursor& cursor, uint32_t
 
 /// The four warps of a part take the next task and agree on it: all leave when one has given up, because a
 /// wgmma needs the four.
-MOK_DEVICE TileTask take_task_as_part(const Shared& shared, TaskCursor& cursor, uint32_t part, uint32_t lane,
-                                      ptx::Deadline& deadline) {
+template <typename Task = TileTask>
+MOK_DEVICE Task take_task_as_part(const Shared& shared, TaskCursor& cursor, uint32_t part, uint32_t lane,
+                                  ptx::Deadline& deadline) {
     // Two words, because a fast warp may already be at the next task while a slow one looks at this.
     const uint32_t word = shared.give_up(part, cursor.slot % 2);
-    TileTask task = take_task(shared, cursor, lane, deadline);
+    Task task = take_task<Task>(shared, cursor, lane, deadline);
     if (lane == 0 && deadline.expired) ptx::store_shared(word, 1u);
     ptx::named_barrier_sync(static_cast<uint32_t>(NamedBarrier::kPart0) + part, ptx::kWarpgroupThreads);
     if (ptx::load_shared<uint32_t>(word) != 0) task.kind = kExitTask;
