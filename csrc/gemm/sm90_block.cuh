@@ -12,10 +12,11 @@ MOK_DEVICE bool begin_block(const Shared& shared, const ptx::WaitLimits& limits)
     return !ptx::sync_block_or(ptx::ld_relaxed_gpu(limits.expired) != 0);
 }
 
-/// All threads, outside the branches with registers of their own: traps where one of this block's waits was
-/// the one that ran out of time.
-MOK_DEVICE void end_block(bool is_expired) {
-    if (ptx::sync_block_or(is_expired) && ptx::thread_idx() == 0) ptx::trap();
+/// All threads, outside the branches with registers of their own: traps where a wait of this kernel ran out
+/// of time. Without a record the workspace was told to end, which is no error of this kernel.
+MOK_DEVICE void end_block(const ptx::WaitLimits& limits, bool is_expired) {
+    if (!ptx::sync_block_or(is_expired)) return;
+    if (ptx::thread_idx() == 0 && ptx::ld_relaxed_sys(&limits.record->complete) != 0) ptx::trap();
 }
 
 }  // namespace mok::sm90

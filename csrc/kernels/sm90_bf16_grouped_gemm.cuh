@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
         ptx::registers_increase<kConsumerRegisters>();
         is_expired = run_consumer(params, shared, warp - kFirstConsumerWarp);
     }
-    end_block(is_expired);
+    end_block(params.limits, is_expired);
 }
 
 }  // namespace mok

@@ -29,16 +29,30 @@ struct CounterLayout {
     int64_t begin[kNumCounters + 1];
 };
 
+/// How many values a counter has.
+MOK_HD int64_t counter_size(const ScheduleShape& shape, const Table& table, Counter counter) {
+    if (counter == Counter::kSpanRead) return table.num_spans();
+    if (counter == Counter::kAccumulator) return shape.routed.span_tiles();
+    return static_cast<int64_t>(shape.num_shared_blocks) + table.num_blocks;
+}
+
 MOK_HD CounterLayout counter_layout(const ScheduleShape& shape, const Table& table) {
     CounterLayout layout{};
     for (int32_t c = 0; c < kNumCounters; ++c) {
-        const Counter counter = static_cast<Counter>(c);
-        int64_t size = static_cast<int64_t>(shape.num_shared_blocks) + table.num_blocks;
-        if (counter == Counter::kSpanRead) size = table.num_spans();
-        if (counter == Counter::kAccumulator) size = shape.routed.span_tiles();
-        layout.begin[c + 1] = layout.begin[c] + size;
+        layout.begin[c + 1] = layout.begin[c] + counter_size(shape, table, static_cast<Counter>(c));
     }
     return layout;
+}
+
+/// counter_layout(...).begin of a counter that has a value per row block.
+MOK_HD int64_t block_counter_begin(const ScheduleShape& shape, const Table& table, Counter counter) {
+    return static_cast<int32_t>(counter) * counter_size(shape, table, counter);
+}
+
+/// Values that a call over at most `rows` padded rows can have in all.
+MOK_HD int64_t most_counters(const ScheduleShape& shape, int64_t rows) {
+    const int64_t blocks = shape.num_shared_blocks + ceil_div<int64_t>(rows, shape.block_m);
+    return blocks * (kNumCounters - 2) + table_capacity(shape, rows).pieces + shape.routed.span_tiles();
 }
 
 /// One value: the counter's `index`, with routed row blocks behind the shared ones.

@@ -1,0 +1,60 @@
+// The forward pass of one rank's experts in one persistent kernel, BF16 with FP32 sums over ascending K:
+//   x row of (peer, token) -> its rows in the ring                                   pull warps
+//   h = rn(act(g, u)), g = rn(x Wg^T + b_g), u = rn(x Wu^T + b_u)                    gate_up tasks
+//   y = rn(h Wd^T + b_d), each row to its slot on its home rank                      down tasks
+// and the same for the shared expert over the rank's own rows; csrc/schedule has order and counters.
+//
+//   warp    role                                              waits for                signals
+//   0       loader: operands of a task's K steps              task_full, stage_empty   stage_full, claim
+//   1       scheduler: claims, decodes, waits, publishes      claim, task_empty,       task_full
+//                                                               kX kGateUp kHiddenRead
+//   2       store warp: staging -> ring, context, home ranks  task_full, staged        staging_empty,
+//                                                                                        kGateUp kHiddenRead
+//   3       pull warp: rows of all ranks -> ring              pulled, kGateUp          kX
+//   4-7     consumers of rows 0-63: products, activation      task_full, stage_full,   stage_empty, staged
+//   8-11    consumers of rows 64-127                            staging_empty
+//
+// Order. A row: bulk load (pulled), bulk store, wait_group, fence.acq_rel.gpu, red kX | acquire by a
+// scheduler lane, task_full, loader, fence.proxy.async, TMA. h: stmatrix, fence.proxy.async, staged, TMA
+// store, wait_group, red.release kGateUp | the same. A ring slot is written again after its readers' tiles: x
+// after kGateUp, h after kHiddenRead. y: bulk stores, wait_group, fence.acq_rel.sys at the end; the barrier
+// kernel behind this one releases them to the home ranks. Nothing waits for a peer; tasks and pulls are
+// claimed in order, so any number of resident blocks finishes (docs/schedule.md). A wait that expires ends
+// all roles, and the block traps after they have met.
+#pragma once
+
+#include "csrc/gemm/sm90_block.cuh"
+#include "csrc/kernels/sm90_bf16_moe_consumer.cuh"
+#include "csrc/kernels/sm90_bf16_moe_pull.cuh"
+#include "csrc/kernels/sm90_bf16_moe_scheduler.cuh"
+#include "csrc/kernels/sm90_bf16_moe_store.cuh"
+
+namespace mok {
+
+template <ActivationForm kForm, bool kTimeline>
+__global__ void __launch_bounds__(sm90::kThreads, 1)
+    sm90_bf16_moe_forward_kernel(const __grid_constant__ MoeForwardParams params) {
+    using namespace moe_forward_detail;
+    const Shared shared{ptx::dynamic_shared()};
+    const uint32_t warp = ptx::warp_idx();
+    if (!begin_block(shared, params.limits)) return;
+    bool is_expired = false;
+    if (warp < kFirstConsumerWarp) {
+        ptx::registers_decrease<kServingRegisters>();
+        if (warp == kLoaderWarp) {
+            if (ptx::elect_one()) is_expired = run_loader(params, shared);
+        } else if (warp == kSchedulerWarp) {
+            is_expired = run_scheduler<kTimeline>(params, shared);
+        } else if (warp == kStoreWarp) {
+            is_expired = run_store_warp(params, shared);
+        } else {
+            is_expired = run_pull_warp<kTimeline>(params, shared);
+        }
+    } else {
+        ptx::registers_increase<kConsumerRegisters>();
+        is_expired = run_consumer<kForm, kTimeline>(params, shared, warp - kFirstConsumerWarp);
+    }
+    end_block(params.limits, is_expired);
+}
+
+}  // namespace mok

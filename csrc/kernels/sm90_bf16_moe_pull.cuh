@@ -1,0 +1,270 @@
+// The pull warp of the BF16 forward megakernel: each distinct (token, rank) row of a chunk crosses the link
+// once, in pieces of 4 KiB, and is stored to all its rows.
+//
+// A batch is up to four consecutive elements of the pull list, one for each slot of the warp's shared memory.
+// While an element is stored, the next three are loading. Lane j stores the row j of an element (and j + 32,
+// ...), waits for its own stores and signals its own row's block. Signals of a batch go out together, when
+// the stores of the next batch's first element have been issued: one fence for all of them.
+//
+// The list is worked on in order. Before the warp waits for the readers of a ring row it signals everything
+// it has stored, so nobody waits for a pull that waits for him.
+#pragma once
+
+#include "csrc/gemm/sm90_shared.cuh"
+#include "csrc/kernels/sm90_bf16_moe_params.cuh"
+
+namespace mok::moe_forward_detail {
+
+inline constexpr uint32_t kNoRow = 0xffffffffu;
+
+/// Elements of one claim, each decoded by the lane of its slot.
+struct PullBatch {
+    uint32_t index;     // of its first element
+    uint32_t count;     // 0: the list is at its end
+    uint32_t bytes;     // the lane's own element: of the piece
+    uint32_t offset;    // of the piece in its row
+    int32_t first_row;  // index into PullUnits::rows
+    int32_t num_rows;
+    uint32_t is_saved;   // goes to the saved x instead of the ring
+    const char* source;  // null: zeros
+};
+
+/// One warp's work: its arrays are indexed by slots, in unrolled loops.
+struct Puller {
+    const MoeForwardParams& params;
+    const Shared& shared;
+    uint32_t lane;
+    uint32_t grain;  // elements of a claim
+    ptx::Deadline deadline;
+    uint32_t parities = 0;             // bit i: of slot i's barrier
+    uint32_t rows[kPullSlots];         // this lane's row of the element in each slot
+    uint32_t unsignalled[kPullSlots];  // row blocks of stores whose signals are due
+    int32_t run_hint = 0;
+
+    MOK_DEVICE Puller(const MoeForwardParams& params_in, const Shared& shared_in)
+        : params(params_in),
+          shared(shared_in),
+          lane(ptx::lane_idx()),
+          deadline(deadline_at(params_in, WaitPlace::kPullLoad)) {
+        // A short list is dealt out evenly, so that all links of the GPU begin at once.
+        const int64_t share = ceil_div<int64_t>(table().num_pulls, ptx::num_blocks());
+        grain = static_cast<uint32_t>(share < 1 ? 1 : (share < kPullSlots ? share : kPullSlots));
+#pragma unroll
+        for (uint32_t i = 0; i < kPullSlots; ++i) rows[i] = unsignalled[i] = kNoRow;
+    }
+
+    MOK_DEVICE const schedule::Table& table() const {
+        return *params.call.table;
+    }
+
+    /// The next claim of this warp, in lane 0; in flight until take() looks at it.
+    MOK_DEVICE uint32_t claim() {
+        return lane == 0 ? ptx::atom_relaxed_gpu_add(params.call.pull_claim, grain) : 0;
+    }
+
+    MOK_DEVICE PullBatch take(uint32_t claimed) {
+        PullBatch batch{};
+        batch.index = ptx::shuffle(claimed, 0);
+        const int64_t left = table().num_pulls - static_cast<int64_t>(batch.index);
+        batch.count = static_cast<uint32_t>(left <= 0 ? 0 : (left < grain ? left : grain));
+        if (lane < batch.count) decode(batch);
+        return batch;
+    }
+
+    MOK_DEVICE void decode(PullBatch& batch) {
+        const schedule::PullUnits& units = *params.call.units;
+        const schedule::PullElement element =
+            schedule::decode_pull(params.shape, table(), batch.index + lane, run_hint);
+        const schedule::PullUnit unit = units.units[element.unit];
+        const uint32_t row_bytes = static_cast<uint32_t>(params.shape.sizes.row_bytes);
+        batch.offset = static_cast<uint32_t>(element.piece) * kPullSlotBytes;
+        batch.bytes = row_bytes - batch.offset < kPullSlotBytes ? row_bytes - batch.offset : kPullSlotBytes;
+        batch.first_row = units.row_begin[element.unit];
+        batch.num_rows = units.row_begin[element.unit + 1] - batch.first_row;
+        const int32_t chunk = table().pieces[table().runs[element.run].piece].chunk;
+        batch.is_saved = params.shape.saves_x(chunk) ? 1 : 0;
+        if (unit.peer != schedule::kZeroSource) {
+            const schedule::RankInputs& rank = params.call.ranks[unit.peer];
+            batch.source = rank.x + unit.token * rank.x_stride + batch.offset;
+        }
+    }
+
+    /// Starts the load of one element into its slot, which nothing reads any more.
+    template <uint32_t kSlot>
+    MOK_DEVICE void load(const PullBatch& batch) {
+        if (kSlot >= batch.count) return;
+        const uint32_t bytes = ptx::shuffle(batch.bytes, kSlot);
+        const uint64_t source = ptx::shuffle(reinterpret_cast<uint64_t>(batch.source), kSlot);
+        const int32_t first_row = ptx::shuffle(batch.first_row, kSlot);
+        const int32_t num_rows = ptx::shuffle(batch.num_rows, kSlot);
+        const uint32_t slot = shared.pull(kSlot), barrier = shared.pulled(kSlot);
+        if (source == 0) {
+            for (uint32_t at = 16 * lane; at < bytes; at += 16 * ptx::kWarpThreads) {
+                ptx::store_shared(slot + at, ptx::Words4{});
+            }
+            ptx::fence_proxy_async_shared();
+            ptx::sync_warp();
+            if (lane == 0) ptx::mbar_arrive(barrier);
+        } else if (lane == 0) {
+            ptx::mbar_arrive_expect(barrier, bytes);
+            ptx::bulk_load(slot, reinterpret_cast<const void*>(source), bytes, barrier);
+        }
+        rows[kSlot] = kNoRow;
+        if (static_cast<int32_t>(lane) < num_rows) {
+            rows[kSlot] = ptx::load_global(reinterpret_cast<const uint32_t*>(params.call.units->rows) +
+                                           first_row + lane);
+        }
+    }
+
+    /// Stores a loaded element to this lane's row of it, once the row's slot of the ring is free. Returns the
+    /// row's block.
+    MOK_DEVICE uint32_t store_row(uint32_t row, bool is_saved, uint32_t slot, uint32_t offset,
+                                  uint32_t bytes) {
+        uint32_t block = kNoRow;
+        if (row != kNoRow) block = row / kTileM;
+        if (!is_saved) wait_for_slot(block);
+        if (row == kNoRow) return kNoRow;
+        const int64_t row_bytes = params.shape.sizes.row_bytes;
+        char* to = params.saved_x_rows + row * row_bytes;
+        if (!is_saved) {
+            const int64_t at = ring_row(params.shape, static_cast<int32_t>(block)) + row % kTileM;
+            to = params.ring_x + at * row_bytes;
+        }
+        ptx::bulk_store(to + offset, slot, bytes);
+        return block;
+    }
+
+    /// The whole warp, each lane for its own row block.
+    MOK_DEVICE void wait_for_slot(uint32_t block) {
+        const uint32_t ring_blocks = static_cast<uint32_t>(params.shape.ring_blocks);
+        const bool wraps = block != kNoRow && block >= ring_blocks;
+        if (!ptx::any_lane(wraps)) return;
+        const uint32_t* counter = nullptr;
+        uint32_t target = 0;
+        if (wraps) {
+            schedule::Wait waits[schedule::kMaxWaits];
+            const int32_t num_waits =
+                schedule::pull_waits(params.shape, table(), static_cast<int32_t>(block), waits);
+            if (num_waits > 0) {
+                counter = counter_address(params, waits[0].counter, waits[0].first);
+                target = static_cast<uint32_t>(
+                    schedule::final_value(params.shape, table(), waits[0].counter, waits[0].first));
+            }
+        }
+        const bool is_short = counter != nullptr && ptx::ld_acquire_gpu(counter) < target;
+        if (ptx::any_lane(is_short)) {
+            ptx::bulk_commit();
+            signal<0>();
+            deadline.place = static_cast<uint32_t>(WaitPlace::kPullSlot);
+            if (is_short) ptx::wait_reached_acquire_gpu(counter, target, deadline);
+            deadline.place = static_cast<uint32_t>(WaitPlace::kPullLoad);
+            ptx::sync_warp();
+        }
+        // The slot's readers were TMA loads; its writers are bulk stores.
+        ptx::fence_proxy_async_global();
+    }
+
+    /// Signals what is due, once all but the newest kPending groups of stores are complete.
+    template <int kPending>
+    MOK_DEVICE void signal() {
+        ptx::bulk_wait<kPending>();
+        ptx::fence_acq_rel_gpu();
+#pragma unroll
+        for (uint32_t i = 0; i < kPullSlots; ++i) {
+            if (unsignalled[i] != kNoRow) ptx::red_relaxed_gpu_add(counter_of(unsignalled[i]), 1u);
+            unsignalled[i] = kNoRow;
+        }
+    }
+
+    MOK_DEVICE uint32_t* counter_of(uint32_t block) {
+        return counter_address(params, Counter::kX,
+                               schedule::counter_block(params.shape, false, static_cast<int32_t>(block)));
+    }
+
+    /// Waits for the element in a slot and stores it; then the slot before it is free again, and in a batch
+    /// that is not full, all of them.
+    template <uint32_t kSlot>
+    MOK_DEVICE void store(const PullBatch& batch) {
+        if (kSlot >= batch.count) {
+            ptx::bulk_wait_read<0>();
+            ptx::sync_warp();
+            return;
+        }
+        const bool is_saved = ptx::shuffle(batch.is_saved, kSlot) != 0;
+        const uint32_t offset = ptx::shuffle(batch.offset, kSlot), bytes = ptx::shuffle(batch.bytes, kSlot);
+        const int32_t num_rows = ptx::shuffle(batch.num_rows, kSlot);
+        const int32_t first_row = ptx::shuffle(batch.first_row, kSlot);
+        ptx::mbar_wait(shared.pulled(kSlot), parities >> kSlot & 1, deadline);
+        if (ptx::any_lane(deadline.expired)) deadline.expired = true;
+        if (deadline.expired) return;
+        parities ^= 1u << kSlot;
+        const uint32_t block = store_row(rows[kSlot], is_saved, shared.pull(kSlot), offset, bytes);
+        // Rows beyond a warp's lanes: only where top_k is above 32.
+        for (int32_t first = ptx::kWarpThreads; first < num_rows; first += ptx::kWarpThreads) {
+            const int32_t at = first + static_cast<int32_t>(lane);
+            uint32_t row = kNoRow;
+            if (at < num_rows) row = static_cast<uint32_t>(params.call.units->rows[first_row + at]);
+            const uint32_t next = store_row(row, is_saved, shared.pull(kSlot), offset, bytes);
+            ptx::bulk_commit();
+            ptx::bulk_wait<0>();
+            ptx::fence_acq_rel_gpu();
+            if (next != kNoRow) ptx::red_relaxed_gpu_add(counter_of(next), 1u);
+        }
+        ptx::bulk_commit();
+        if (kSlot == 0) signal<1>();
+        unsignalled[kSlot] = block;
+        ptx::bulk_wait_read<1>();
+        ptx::sync_warp();
+    }
+};
+
+/// `column` of a pull's span is the number of its elements.
+MOK_DEVICE void record_pull(const MoeForwardParams& params, const PullBatch& batch, uint32_t row,
+                            uint64_t start) {
+    const int64_t at = batch.index / kPullSlots;
+    if (at >= params.spans.num_pulls) return;
+    TaskSpan& span = params.spans.pulls[at];
+    ptx::store_global(&span.kind, kPullSpan);
+    ptx::store_global(&span.shared, 0);
+    ptx::store_global(&span.cta, static_cast<int32_t>(ptx::block_idx()));
+    ptx::store_global(&span.row_block, static_cast<int32_t>(row / kTileM));
+    ptx::store_global(&span.column, static_cast<int32_t>(batch.count));
+    ptx::store_global(&span.waited_for, -1);
+    ptx::store_global(&span.start, start);
+    ptx::store_global(&span.end, ptx::timer_ns());
+    ptx::store_global(&span.wait, uint64_t{0});
+}
+
+/// The whole warp.
+template <bool kTimeline>
+MOK_DEVICE bool run_pull_warp(const MoeForwardParams& params, const Shared& shared) {
+    Puller puller(params, shared);
+    // What the ranks wrote before the barrier is read by another proxy.
+    ptx::fence_proxy_async_global();
+    PullBatch batch = puller.take(puller.claim());
+    puller.load<0>(batch);
+    puller.load<1>(batch);
+    puller.load<2>(batch);
+    while (batch.count > 0 && !puller.deadline.expired) {
+        [[maybe_unused]] const uint64_t start = kTimeline ? ptx::timer_ns() : 0;
+        [[maybe_unused]] const uint32_t row = puller.rows[0];
+        const uint32_t claimed = puller.claim();
+        puller.store<0>(batch);
+        puller.load<3>(batch);
+        const PullBatch next = puller.take(claimed);
+        puller.store<1>(batch);
+        puller.load<0>(next);
+        puller.store<2>(batch);
+        puller.load<1>(next);
+        puller.store<3>(batch);
+        puller.load<2>(next);
+        if constexpr (kTimeline) {
+            if (puller.lane == 0) record_pull(params, batch, row, start);
+        }
+        batch = next;
+    }
+    if (!puller.deadline.expired) puller.signal<0>();
+    return puller.deadline.expired;
+}
+
+}  // namespace mok::moe_forward_detail

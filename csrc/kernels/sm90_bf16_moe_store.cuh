@@ -1,0 +1,128 @@
+// The store warp of the BF16 forward megakernel: staged results to the ring, to the saved context and to the
+// rows' home ranks; then the counters.
+#pragma once
+
+#include "csrc/gemm/sm90_staging.cuh"
+#include "csrc/kernels/sm90_bf16_moe_params.cuh"
+
+namespace mok::moe_forward_detail {
+
+inline constexpr uint32_t kLaneRows = kPartRows / ptx::kWarpThreads;
+
+/// Where each lane's rows of a part go: null where a row is none.
+struct HomeRows {
+    char* row[kLaneRows];
+};
+
+/// The two loads are in flight until the addresses are used.
+MOK_DEVICE HomeRows home_rows(const MoeForwardParams& params, const TileTask& task, uint32_t part,
+                              uint32_t lane) {
+    HomeRows home{};
+    const int64_t row_bytes = params.shape.sizes.row_bytes;
+    const int64_t first = static_cast<int64_t>(task.row_block) * kTileM;
+#pragma unroll
+    for (uint32_t i = 0; i < kLaneRows; ++i) {
+        const uint32_t row = part * kPartRows + i * ptx::kWarpThreads + lane;
+        if (static_cast<int32_t>(row) >= task.valid_rows) continue;
+        if (is_shared(task)) {
+            home.row[i] = params.shared_rows + (first + row) * row_bytes;
+        } else {
+            const int64_t peer = ptx::load_global(params.call.row_peer + first + row);
+            const int64_t slot = ptx::load_global(params.call.row_slot + first + row);
+            home.row[i] = params.home_rows + (peer - params.rank) * params.window_stride + slot * row_bytes;
+        }
+    }
+    return home;
+}
+
+/// A down tile's rows, as far as the matrix is wide.
+MOK_DEVICE void store_rows(const MoeForwardParams& params, const TileTask& task, const HomeRows& home,
+                           uint32_t staging, uint32_t lane) {
+    const int64_t columns = params.shape.sizes.hidden - task.column;
+    const uint32_t bytes = 2 * static_cast<uint32_t>(columns < kTileN ? columns : kTileN);
+#pragma unroll
+    for (uint32_t i = 0; i < kLaneRows; ++i) {
+        if (home.row[i] == nullptr) continue;
+        const uint32_t source = staging + (i * ptx::kWarpThreads + lane) * kStagedRowBytes;
+        ptx::bulk_store(home.row[i] + 2 * static_cast<int64_t>(task.column), source, bytes);
+    }
+}
+
+/// gate and up of a part, staged side by side: lanes 0 and 1 store gate's boxes, 2 and 3 up's.
+MOK_DEVICE void store_gate_up(const MoeForwardParams& params, const TileTask& task, uint32_t part,
+                              uint32_t staging, uint32_t lane) {
+    constexpr uint32_t kBoxes = kTileN / 2 / kBoxColumns;
+    const MoeRows& rows = rows_of(params, task);
+    const int32_t column = task.column + static_cast<int32_t>(lane % kBoxes * kBoxColumns);
+    const int32_t row =
+        task.row_block * static_cast<int32_t>(kTileM) + static_cast<int32_t>(part * kPartRows);
+    if (lane < 2 * kBoxes && column < inner_of(params, task)) {
+        ptx::tma_store_2d(lane < kBoxes ? &rows.gate : &rows.up, column, row, staging + lane * kRowBoxBytes);
+    }
+}
+
+MOK_DEVICE void store_hidden(const MoeForwardParams& params, const TileTask& task, uint32_t part,
+                             uint32_t staging, uint32_t lane) {
+    store_boxes<kTileN / 2 / kBoxColumns>(&rows_of(params, task).hidden, task.column,
+                                          task.row + static_cast<int32_t>(part * kPartRows),
+                                          inner_of(params, task), staging, lane);
+}
+
+/// The whole warp.
+MOK_DEVICE bool run_store_warp(const MoeForwardParams& params, const Shared& shared) {
+    ptx::Deadline deadline = deadline_at(params, WaitPlace::kStore);
+    const uint32_t lane = ptx::lane_idx();
+    TaskCursor cursor;
+    StagingCursor staging[kParts];
+    const bool hidden = makes_hidden(params);
+    for (;;) {
+        const TileTask task = take_task(shared, cursor, lane, deadline);
+        if (task.kind == kExitTask) break;
+        const bool gate_up = is_gate_up(task);
+        // A gate/up tile is staged once for what is saved, once for h; a down tile once.
+        const uint32_t saved_rounds = gate_up && saves(task) ? 1 : 0;
+        const uint32_t rounds = saved_rounds + (!gate_up || hidden ? 1 : 0);
+        uint32_t* counter =
+            counter_address(params, gate_up ? Counter::kGateUp : Counter::kHiddenRead,
+                            schedule::counter_block(params.shape, is_shared(task), task.row_block));
+        HomeRows home[kParts] = {};
+        if (!gate_up) {
+#pragma unroll
+            for (uint32_t part = 0; part < kParts; ++part) home[part] = home_rows(params, task, part, lane);
+        }
+        for (uint32_t round = 0; round < rounds; ++round) {
+#pragma unroll
+            for (uint32_t part = 0; part < kParts; ++part) {
+                if (deadline.expired || !task.has_part(part)) continue;
+                if (!wait_staged(shared, staging[part], part, deadline)) {
+                    deadline.expired = true;
+                    continue;
+                }
+                const uint32_t source = shared.staging(part);
+                if (!gate_up) {
+                    store_rows(params, task, home[part], source, lane);
+                } else if (round < saved_rounds) {
+                    store_gate_up(params, task, part, source, lane);
+                } else {
+                    store_hidden(params, task, part, source, lane);
+                }
+                release_staging(shared, staging[part], part, lane);
+                if (gate_up && round + 1 == rounds) {
+                    ptx::bulk_wait<0>();  // the stores are complete, not only read
+                    ptx::sync_warp();
+                    if (lane == 0) ptx::red_release_gpu_add(counter, 1u);
+                } else if (!gate_up && part == 0) {
+                    // What the first part has multiplied by all of h's columns, TMA has read for both.
+                    if (lane == 0) ptx::red_release_gpu_add(counter, 1u);
+                }
+            }
+        }
+        if (deadline.expired) break;
+    }
+    // Rows on other ranks: complete, and before whatever a later kernel of this stream releases.
+    ptx::bulk_wait<0>();
+    ptx::fence_acq_rel_sys();
+    return deadline.expired;
+}
+
+}  // namespace mok::moe_forward_detail
