@@ -43,7 +43,7 @@ __global__ void peer_rounds_kernel(const __grid_constant__ PeerRoundsParams para
     for (uint32_t round = 0; round < params.rounds; ++round) {
         const uint64_t value = params.first + round;
         if (is_rank) {
-            char* window = peer_detail::window_of(group, thread) + params.data_offset;
+            char* window = window_of(group, thread) + params.data_offset;
             ptx::store_global(reinterpret_cast<uint64_t*>(window) + group.rank, value);
         }
         outcome = peer_barrier(group, PeerPhase::kInputs);

@@ -2,6 +2,7 @@
 // same.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <type_traits>
@@ -35,6 +36,11 @@ struct CallHeader {
     int64_t gradients;  // bit mask of the gradients asked for
 };
 static_assert(std::is_trivially_copyable_v<CallHeader>);
+
+// As words: first the data, then the settings.
+inline constexpr uint32_t kHeaderWords = sizeof(CallHeader) / sizeof(int64_t);
+inline constexpr uint32_t kHeaderDataWords = 3;
+static_assert(offsetof(CallHeader, kind) == kHeaderDataWords * sizeof(int64_t));
 
 /// Empty when `theirs` (of rank `their_rank`) agrees with `ours`; else one sentence that names the setting.
 std::string describe_mismatch(const CallHeader& ours, int our_rank, const CallHeader& theirs, int their_rank);

@@ -36,7 +36,12 @@ struct AbortRecord {
     SharedText reason;
 };
 
-enum class FatalKind : uint64_t { kNone = 0, kTimeout = 1, kAbort = 2 };
+enum class FatalKind : uint64_t {
+    kNone = 0,
+    kTimeout = 1,
+    kAbort = 2,
+    kMismatch = 3,  // never sent: every rank sees for itself that calls differ (PeerRecord::headers)
+};
 
 /// Written once in the life of a workspace; `kind` is stored last.
 struct FatalRecord {
@@ -55,14 +60,17 @@ struct alignas(128) PeerSlot {
     AbortRecord aborts[kAbortRing];  // call c in place c % kAbortRing
 };
 
-/// What the kernels of one workspace on a GPU keep for themselves; no peer looks at it.
+/// What the kernels of one workspace on a GPU keep for themselves. No peer looks at it; peers write `told`.
 struct alignas(128) DeviceState {
     uint64_t epoch;      // the last peer barrier that this rank passed
     uint64_t limit_ns;   // how long one wait of a barrier may take
     uint32_t expired;    // ptx::WaitLimits::expired: non-zero ends every wait and every later barrier at once
     uint32_t ended;      // 1: by an abort, here or at a peer; nothing is to trap
     uint32_t announced;  // 1: this rank has told its peers that it makes no further call
+    uint32_t told;       // by a peer: 1 + the rank of one that has written a fatal record here
     uint32_t blamed[kMaxGroupRanks / 32];  // scratch of a barrier that expires
+    uint32_t arrivals;                     // blocks of the publishing kernel that are done
+    alignas(128) uint32_t grid_barrier;    // grid_barrier's word
 };
 
 struct alignas(128) ControlHead {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "csrc/layout/call_header.h"
 #include "csrc/layout/control_block.h"
 #include "csrc/ptx/wait_record.h"
 
@@ -17,6 +18,7 @@ struct PeerRecord {
     uint64_t epoch;
     uint64_t seen[kMaxGroupRanks];  // own time was up: the last epoch of each rank
     FatalRecord told;               // else: what the peer said
+    CallHeader headers[2];          // of a mismatch: this rank's and that of rank `by`
 };
 
 /// The same on every rank but for the addresses. Trivially copyable: part of kernel parameters.

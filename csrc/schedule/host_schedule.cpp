@@ -141,8 +141,9 @@ void HostSchedule::fill_units(const PlanShape& plan_shape, bool dedup_across_chu
 void HostSchedule::fill_runs() {
     for (int32_t piece = 0; piece < table_.num_pieces; ++piece) {
         for (int32_t k = 0; k < shape_.num_phases; ++k) {
-            const PlacedRun placed = make_run(shape_, table_, piece, k);
+            const PlacedRun placed = place_run(shape_, table_, piece, k);
             runs_[placed.index] = placed.run;
+            runs_[placed.index].pull_begin = run_pulls(shape_, table_, placed.before);
         }
     }
     table_.num_routed_tasks = 0;

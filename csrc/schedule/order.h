@@ -88,15 +88,16 @@ MOK_HD int64_t pulls_before(const ScheduleShape& shape, const Table& table, int3
 struct PlacedRun {
     int32_t index;
     Run run;
+    int32_t before[kMaxPhases];  // pieces whose phase k comes before this run
 };
 
-/// The run of a phase over a piece and its place; needs pieces and unit_begin. piece = num_pieces with phase
-/// 0 is the sentinel.
-MOK_HD PlacedRun make_run(const ScheduleShape& shape, const Table& table, int32_t piece, int32_t phase_idx) {
+/// The run of a phase over a piece and its place, but for its pulls; needs pieces. piece = num_pieces with
+/// phase 0 is the sentinel.
+MOK_HD PlacedRun place_run(const ScheduleShape& shape, const Table& table, int32_t piece, int32_t phase_idx) {
     const int32_t gap = follower(shape, table, phase_idx, piece);
-    PlacedRun placed{0, Run{0, 0, piece, phase_idx}};
+    PlacedRun placed{0, Run{0, 0, piece, phase_idx}, {}};
     for (int32_t k = 0; k < shape.num_phases; ++k) {
-        int32_t before = piece;  // pieces whose phase k comes before this run
+        int32_t before = piece;
         if (k != phase_idx) {
             if (k == 0) {
                 before = gap;
@@ -106,11 +107,18 @@ MOK_HD PlacedRun make_run(const ScheduleShape& shape, const Table& table, int32_
                 before = pieces_before(shape, table, k, earlier ? gap : gap - 1);
             }
         }
+        placed.before[k] = before;
         placed.index += before;
         placed.run.task_begin += tasks_before(shape, table, k, before);
-        placed.run.pull_begin += pulls_before(shape, table, k, before);
     }
     return placed;
+}
+
+/// Pull elements of the runs before one; needs unit_begin.
+MOK_HD int64_t run_pulls(const ScheduleShape& shape, const Table& table, const int32_t* before) {
+    int64_t pulls = 0;
+    for (int32_t k = 0; k < shape.num_phases; ++k) pulls += pulls_before(shape, table, k, before[k]);
+    return pulls;
 }
 
 }  // namespace mok::schedule

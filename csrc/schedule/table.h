@@ -5,7 +5,7 @@
 //   1. chunks    in order (each needs where the last one ended)
 //   2. pieces    pieces_of_segment() counts, a prefix sum places, fill_pieces() writes
 //   3. units     the pull list counts its units per piece (pull_list.h)
-//   4. runs      make_run() for each (piece, phase); it knows its place
+//   4. runs      place_run() for each (piece, phase); it knows its place. run_pulls() adds what needs units
 #pragma once
 
 #include <cstdint>

@@ -16,12 +16,15 @@
 // the rank returns at once without arriving. (a) A rank that raises runs peer_end: it writes the reason into
 // its fatal record at every peer, `kind` last. Who waits for an epoch that this rank will not reach looks at
 // the kind now and then, reads the epoch once more (an arrival before the end counts), copies the record to
-// host memory and leaves: kEnded, nothing traps. (b) A wait that is too long is kExpired: the epochs seen go
+// host memory and leaves: kEnded, nothing traps. So does who waits for a rank that another one has given up
+// on
+// (`told` says who wrote last). (b) A wait that is too long is kExpired: the epochs seen go
 // to host memory, the fatal records at all peers name the missing ranks (one that was merely slow need not
 // wait in vain), and the kernel traps at its end. What must outlive the context is performed by then: every
 // thread fences at system scope, the block meets.
 #pragma once
 
+#include "csrc/comm/device/peer_window.cuh"
 #include "csrc/layout/peer_record.h"
 #include "csrc/ptx/ptx.h"
 
@@ -36,10 +39,6 @@ enum class PeerOutcome : uint32_t {
 namespace peer_detail {
 
 inline constexpr uint32_t kPollsPerLook = 32;  // a peer's end may be noticed some microseconds late
-
-MOK_DEVICE char* window_of(const PeerGroup& group, uint32_t rank) {
-    return group.window + (static_cast<int32_t>(rank) - group.rank) * group.stride;
-}
 
 MOK_DEVICE bool is_peer(const PeerGroup& group, uint32_t thread) {
     return thread < static_cast<uint32_t>(group.num_ranks) && thread != static_cast<uint32_t>(group.rank);
@@ -66,6 +65,19 @@ MOK_DEVICE void tell_peer(const PeerGroup& group, uint32_t peer, FatalKind kind,
         ptx::st_relaxed_sys(&record->reason.words[word], reason->words[word]);
     }
     ptx::st_release_sys(&record->kind, static_cast<uint64_t>(kind));
+    // Whoever waits there for somebody else may look at one word.
+    ptx::st_release_sys(&control_head(window_of(group, peer))->device.told,
+                        static_cast<uint32_t>(group.rank) + 1);
+}
+
+/// Whether a rank has told this one that `peer` did not come to it either; which one.
+MOK_DEVICE bool is_blamed(const PeerGroup& group, uint32_t peer, uint32_t& teller) {
+    const uint32_t told = ptx::ld_acquire_sys(&device_state(group)->told);
+    if (told == 0) return false;
+    teller = told - 1;
+    const FatalRecord& fatal = control_slot(group.window, static_cast<int>(teller))->fatal;
+    if (ptx::ld_relaxed_sys(&fatal.kind) != static_cast<uint64_t>(FatalKind::kTimeout)) return false;
+    return (ptx::ld_relaxed_sys(&fatal.blamed[peer / 64]) >> (peer % 64) & 1) != 0;
 }
 
 MOK_DEVICE void put_head(PeerRecord* record, int32_t by, uint32_t phase, uint64_t epoch) {
@@ -74,7 +86,7 @@ MOK_DEVICE void put_head(PeerRecord* record, int32_t by, uint32_t phase, uint64_
     ptx::st_relaxed_sys(&record->epoch, epoch);
 }
 
-/// One thread: what `peer` wrote into its slot here becomes this rank's record.
+/// One thread: what rank `peer` wrote into its slot here becomes this rank's record.
 MOK_DEVICE void report_told(const PeerGroup& group, uint32_t peer, uint32_t phase, uint64_t epoch) {
     const auto* from = reinterpret_cast<const uint64_t*>(&control_slot(group.window, peer)->fatal);
     auto* to = reinterpret_cast<uint64_t*>(&group.record->told);
@@ -88,7 +100,7 @@ MOK_DEVICE void report_told(const PeerGroup& group, uint32_t peer, uint32_t phas
 /// The whole block, after this rank's own time was up: `epoch` was not reached by all.
 MOK_DEVICE void report_expired(const PeerGroup& group, uint32_t phase, uint64_t epoch, uint64_t limit_ns) {
     const uint32_t thread = ptx::thread_idx();
-    DeviceState* state = &control_head(group.window)->device;
+    DeviceState* state = device_state(group);
     bool missing = false;
     if (is_peer(group, thread)) {
         const uint64_t seen = ptx::ld_acquire_sys(&control_slot(group.window, thread)->epoch);
@@ -112,18 +124,40 @@ MOK_DEVICE void report_expired(const PeerGroup& group, uint32_t phase, uint64_t 
 
 }  // namespace peer_detail
 
+/// One thread: rank `peer` means another call than this one. Every rank sees that for itself, before anyone
+/// has used anything, and ends: nothing is sent and nothing traps.
+MOK_DEVICE void report_mismatch(const PeerGroup& group, uint32_t peer, const CallHeader& ours) {
+    DeviceState* state = device_state(group);
+    ptx::st_relaxed_gpu(&state->ended, 1u);
+    ptx::fence_acq_rel_gpu();
+    if (ptx::atom_relaxed_gpu_exchange(&state->expired, 1u) != 0) return;  // ended before, and reported
+    PeerRecord* record = group.record;
+    const auto* theirs = reinterpret_cast<const uint64_t*>(call_header(group, peer));
+    const auto* own = reinterpret_cast<const uint64_t*>(&ours);
+    for (uint32_t word = 0; word < kHeaderWords; ++word) {
+        ptx::st_relaxed_sys(reinterpret_cast<uint64_t*>(&record->headers[0]) + word, own[word]);
+        ptx::st_relaxed_sys(reinterpret_cast<uint64_t*>(&record->headers[1]) + word,
+                            ptx::load_global(theirs + word));
+    }
+    ptx::st_relaxed_sys(&record->told.kind, static_cast<uint64_t>(FatalKind::kMismatch));
+    peer_detail::put_head(record, static_cast<int32_t>(peer), static_cast<uint32_t>(PeerPhase::kInputs),
+                          ptx::ld_relaxed_gpu(&state->epoch));
+    ptx::st_release_sys(&record->complete, 1u);
+}
+
 /// All threads of one block call it, at least num_ranks and whole warps; all get the same outcome.
 MOK_DEVICE PeerOutcome peer_barrier(const PeerGroup& group, PeerPhase phase_in) {
     using namespace peer_detail;
     const uint32_t thread = ptx::thread_idx();
     const uint32_t phase = static_cast<uint32_t>(phase_in);
-    DeviceState* state = &control_head(group.window)->device;
+    DeviceState* state = device_state(group);
     const uint64_t epoch = ptx::ld_relaxed_gpu(&state->epoch) + 1;
     const ptx::WaitLimits limits{ptx::ld_relaxed_gpu(&state->limit_ns), &state->expired, &group.record->wait,
                                  group.rank};
     const uint64_t begin = ptx::timer_ns();
     bool in_time = ptx::ld_relaxed_gpu(&state->expired) == 0;
     bool told = false;
+    uint32_t teller = thread;
     if (in_time && is_peer(group, thread)) {
         ptx::st_release_sys(&control_slot(window_of(group, thread), group.rank)->epoch, epoch);
         const PeerSlot* slot = control_slot(group.window, thread);
@@ -133,7 +167,12 @@ MOK_DEVICE PeerOutcome peer_barrier(const PeerGroup& group, PeerPhase phase_in) 
         in_time = ptx::wait_until(deadline, epoch, [&](uint64_t& seen) {
             seen = ptx::ld_acquire_sys(&slot->epoch);
             if (static_cast<int64_t>(seen - epoch) >= 0) return true;
-            if (++polls % kPollsPerLook != 0 || ptx::ld_acquire_sys(&slot->fatal.kind) == 0) return false;
+            if (++polls % kPollsPerLook != 0) return false;
+            if (ptx::ld_acquire_sys(&slot->fatal.kind) != 0) {
+                teller = thread;
+            } else if (!is_blamed(group, thread, teller)) {
+                return false;
+            }
             seen = ptx::ld_acquire_sys(&slot->epoch);
             told = static_cast<int64_t>(seen - epoch) < 0;
             return true;
@@ -148,7 +187,7 @@ MOK_DEVICE PeerOutcome peer_barrier(const PeerGroup& group, PeerPhase phase_in) 
     const bool late = !in_time && ptx::timer_ns() - begin > limits.limit_ns;
     if (first) {
         ptx::st_relaxed_gpu(&state->ended, 1u);
-        report_told(group, thread, phase, epoch);
+        report_told(group, teller, phase, epoch);
     }
     // An end that is not this barrier's own has its report already.
     const bool is_ended = ptx::sync_block_or(first || ptx::ld_relaxed_gpu(&state->ended) != 0);
@@ -165,7 +204,7 @@ MOK_DEVICE PeerOutcome peer_barrier(const PeerGroup& group, PeerPhase phase_in) 
 MOK_DEVICE void peer_end(const PeerGroup& group, const SharedText& reason) {
     using namespace peer_detail;
     const uint32_t thread = ptx::thread_idx();
-    DeviceState* state = &control_head(group.window)->device;
+    DeviceState* state = device_state(group);
     bool is_repeated = false;
     if (thread == 0) {
         is_repeated = ptx::atom_relaxed_gpu_exchange(&state->announced, 1u) != 0;

@@ -1,6 +1,6 @@
 // Bounded waiting. Every wait of a kernel is a wrapper with its loop inside; the loop ends when the condition
-// holds, when the wait's time is up, or when any other wait of the kernel has expired. A kernel looks at
-// `expired`, leaves its loops and traps at its end.
+// holds, when the wait's time is up, or when any other wait has ended first. A kernel looks at `expired` and
+// leaves its loops; a thread whose own time was up traps at the end.
 #pragma once
 
 #include "csrc/ptx/device/flag.cuh"
@@ -12,9 +12,10 @@ namespace mok::ptx {
 /// One thread's view of the kernel's time limits.
 struct Deadline {
     const WaitLimits& limits;
-    uint32_t place = 0;  // goes into the record: set it to the kernel's enum before waiting
-    int32_t peer = -1;   // the same
-    bool expired = false;
+    uint32_t place = 0;      // goes into the record: set it to the kernel's enum before waiting
+    int32_t peer = -1;       // the same
+    bool expired = false;    // a wait gave up
+    bool timed_out = false;  // because its own time was up, not because others had ended
 
     MOK_DEVICE explicit Deadline(const WaitLimits& limits_in, uint32_t place_in = 0)
         : limits(limits_in), place(place_in) {}
@@ -27,7 +28,7 @@ struct Deadline {
         }
         const uint64_t waited = timer_ns() - begin;
         if (waited <= limits.limit_ns) return false;
-        expired = true;
+        expired = timed_out = true;
         if (atom_relaxed_gpu_exchange(limits.expired, 1u) == 0) {
             WaitRecord* record = limits.record;
             st_relaxed_sys(&record->place, place);

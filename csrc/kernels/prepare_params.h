@@ -1,0 +1,161 @@
+// What the kernel that prepares a call reads and writes, and how its memory is laid out. Host and device.
+#pragma once
+
+#include <cstdint>
+
+#include "csrc/layout/peer_record.h"
+#include "csrc/layout/plan.h"
+#include "csrc/ptx/wait_record.h"
+#include "csrc/schedule/prepared.h"
+
+namespace mok {
+
+inline constexpr uint32_t kPrepareMaxWarps = 32;
+inline constexpr int32_t kPrepareMaxTopK = 32;  // the routes of a token lie in the lanes of one warp
+inline constexpr uint32_t kTileRows = 32;       // rows of the plan that one warp turns into pull units
+
+/// WaitRecord::place.
+enum class PreparePlace : uint32_t { kCounts = 1, kRows = 2 };
+
+/// Moments of a block that PrepareParams::times records.
+enum class PrepareStamp : uint32_t {
+    kStart,
+    kDealt,
+    kCounted,
+    kMetCounts,
+    kScanned,
+    kPlaced,
+    kMetRows,
+    kEnd
+};
+inline constexpr uint32_t kPrepareStamps = 8;
+
+/// A row of the plan until its pull units are made. A unit's first row knows how many rows the unit has, and
+/// where they begin among the rows of its token.
+struct RowRecord {
+    uint32_t slot;
+    uint32_t packed;
+
+    static MOK_HD RowRecord make(uint32_t slot, uint32_t peer, uint32_t index, uint32_t count) {
+        return {slot, peer | index << 8 | count << 16};
+    }
+    MOK_HD uint32_t peer() const { return packed & 0xff; }
+    MOK_HD uint32_t index() const { return packed >> 8 & 0xff; }
+    MOK_HD uint32_t count() const { return packed >> 16; }  // 0: not the first row of its unit
+};
+static_assert(kMaxGroupRanks <= 256 && kPrepareMaxTopK < 256);
+
+/// Pull units and the rows they fill: of a tile, or of all tiles before some place. One word, so that one
+/// addition counts both.
+struct UnitCount {
+    uint32_t rows;
+    uint32_t units;
+};
+
+struct PrepareArrays {
+    // Results: what PreparedCall points to, and the arrays behind that.
+    schedule::Table* table;
+    schedule::PullUnits* pulls;
+    schedule::RankInputs* ranks;  // [R]
+    int32_t* row_peer;            // [rows], worst case
+    int32_t* row_slot;            // [rows]
+    int64_t* segment_begin;       // [E_local + 1]
+    int64_t* counts;              // [E_local]
+    schedule::Chunk* chunks;      // [chunks + 1], table_capacity
+    schedule::Piece* pieces;      // [pieces + 1]
+    schedule::Run* runs;          // [runs + 1]
+    int32_t* unit_begin;          // [pieces + 1]
+    int32_t* idle_experts;        // [E_local]
+    schedule::PullUnit* units;    // [rows]
+    int32_t* row_begin;           // [rows + 1]
+    int32_t* rows;                // [rows]
+    int32_t* ids;                 // one rank: [T * K], published ids; several: [R, max_tokens * K],
+                                  // copies of those with a row here, where warps have many rounds
+    uint32_t* counters;           // [most]
+    uint32_t* claims;             // task, then pull, a cache line each
+    // Temporaries.
+    uint32_t* block_counts;  // [blocks, E_local]
+    uint64_t* records;       // RowRecord [rows]
+    int32_t* token_rows;     // [R, max_tokens * K]: each token's rows in ascending order
+    uint64_t* tile_counts;   // UnitCount [rows / kTileRows]
+    uint32_t* own_rows;      // [2, E_local]: where the rows of this rank's own tokens begin and end
+    uint32_t* round_masks;   // [R, rounds of max_tokens]: lanes with a row here
+    int32_t* run_before;     // [runs, kMaxPhases]: PlacedRun::before
+};
+inline constexpr uint32_t kClaimStride = 32;  // words
+
+struct PrepareParams {
+    PlanShape plan;
+    schedule::ScheduleShape shape;
+    PrepareArrays arrays;
+    PeerGroup group;
+    ptx::WaitLimits limits;
+    CallHeader header;     // of this rank
+    const void* topk_ids;  // one rank: [T, K]; several: unused, the published ids are read
+    bool ids_are_int64;
+    bool pulls_any;      // some run of the pass fetches rows
+    int64_t ids_offset;  // of the published ids in every window
+    int64_t row_bytes;   // of x and dout in the heap
+    const char* own_x;   // one rank: its tensors
+    const char* own_dout;
+    int64_t own_x_stride;  // bytes
+    int64_t own_dout_stride;
+    uint32_t* barrier;  // grid_barrier's word
+    uint64_t* times;    // [blocks, kPrepareStamps] nanoseconds; nullptr: nobody asks
+};
+
+/// Slots of one round: whole tokens, one route a lane.
+MOK_HD uint32_t round_slots(int32_t top_k) {
+    return static_cast<uint32_t>(kTileRows / static_cast<uint32_t>(top_k) * static_cast<uint32_t>(top_k));
+}
+
+/// Rounds of one rank with this many tokens.
+MOK_HD int64_t rounds_of(int64_t num_tokens, int32_t top_k) {
+    return ceil_div<int64_t>(num_tokens * top_k, round_slots(top_k));
+}
+
+/// Offsets in a block's shared memory.
+struct PrepareShared {
+    uint32_t words;      // u32 [SharedWord::kCount]
+    uint32_t num_slots;  // u32 [R]
+    uint32_t warps_end;  // u32 [R]: warps that have rounds of ranks 0..r
+    uint32_t total;      // u32 [E_local]: routes of the expert
+    uint32_t base;       // u32 [E_local]: first its routes in earlier blocks, then this block's first row
+    uint32_t begin;      // u32 [E_local + 1]: segment_begin
+    uint32_t chunk;      // u32 [E_local]: the chunk in which the segment starts
+    uint32_t warp_sums;  // u32 [2, kPrepareMaxWarps]
+    uint32_t counters;   // u32 [warps, E_local]; at last [threads]
+    uint32_t bytes;
+};
+
+enum class SharedWord : uint32_t {
+    kEnded,      // the workspace has ended: leave
+    kBlocks,     // that have rounds
+    kPerWarp,    // rounds of a warp, at most
+    kUsedWarps,  // that have rounds, of all blocks
+    kRows,       // padded rows of the plan
+    kTaskRows,   // those that have tasks: recompute has none behind the first chunk
+    kNumChunks,
+    kFoundChunks,  // table: what fill_chunks found
+    kFoundBlocks,
+    kCount,
+};
+
+MOK_HD PrepareShared prepare_shared(int32_t num_ranks, int32_t num_local_experts, uint32_t warps) {
+    const uint32_t ranks = static_cast<uint32_t>(num_ranks);
+    const uint32_t experts = static_cast<uint32_t>(num_local_experts);
+    PrepareShared shared{};
+    shared.num_slots = shared.words + 4 * static_cast<uint32_t>(SharedWord::kCount);
+    shared.warps_end = shared.num_slots + 4 * ranks;
+    shared.total = shared.warps_end + 4 * ranks;
+    shared.base = shared.total + 4 * experts;
+    shared.begin = shared.base + 4 * experts;
+    shared.chunk = shared.begin + 4 * (experts + 1);
+    shared.warp_sums = shared.chunk + 4 * experts;
+    shared.counters = shared.warp_sums + 4 * 2 * kPrepareMaxWarps;
+    const uint32_t per_warp = experts > kTileRows ? experts : kTileRows;
+    shared.bytes = shared.counters + 4 * warps * per_warp;
+    return shared;
+}
+
+}  // namespace mok

@@ -1,0 +1,106 @@
+// What a rank publishes before the first barrier of a call, and that barrier: its ids as int32 (-1: no
+// route), its header, and its x and dout where these do not lie in the heap.
+//
+// Blocks copy their parts; the last one to finish meets the peers, so that no other block waits, or holds a
+// multiprocessor that a rank on the same GPU needs.
+//
+// Ordering: each block's writes happen before its arrival (a block barrier, then an acq_rel addition at gpu
+// scope by one thread), all arrivals before the last block's peer barrier, whose release at system scope is
+// cumulative over them. Peers read behind that barrier; the window is written again behind the second barrier
+// of the call, when all have read it.
+#pragma once
+
+#include "csrc/comm/device/peer_barrier.cuh"
+
+namespace mok {
+
+inline constexpr uint32_t kPublishThreads = 512;
+
+/// Rows to copy into the window; 16-byte aligned, sizes and strides multiples of 16.
+struct PublishedRows {
+    const char* from;  // nullptr: nothing to copy
+    char* to;
+    int64_t from_stride;  // bytes
+    int64_t row_bytes;    // and stride of `to`
+};
+
+struct PublishParams {
+    PeerGroup group;
+    CallHeader header;
+    const void* topk_ids;  // [T, K]
+    bool ids_are_int64;
+    int32_t num_experts;
+    int64_t num_slots;  // T * K
+    int32_t* ids;       // in the window
+    PublishedRows x, dout;
+};
+
+namespace publish_detail {
+
+MOK_DEVICE void copy_rows(const PublishedRows& rows, int64_t num_rows, int64_t first, int64_t step) {
+    if (rows.from == nullptr) return;
+    const int64_t per_row = rows.row_bytes / static_cast<int64_t>(sizeof(ptx::Words4));
+    // (row, word) advances by `step` words without a division.
+    const int64_t row_step = step / per_row, word_step = step % per_row;
+    int64_t row = first / per_row, word = first % per_row;
+    while (row < num_rows) {
+        constexpr int kAtATime = 4;
+        ptx::Words4 words[kAtATime];
+        char* to[kAtATime];
+#pragma unroll
+        for (int i = 0; i < kAtATime; ++i) {
+            const int64_t offset = word * static_cast<int64_t>(sizeof(ptx::Words4));
+            to[i] = row < num_rows ? rows.to + row * rows.row_bytes + offset : nullptr;
+            if (to[i] != nullptr) {
+                words[i] =
+                    ptx::load_global_v4_hint(rows.from + row * rows.from_stride + offset, ptx::kEvictFirst);
+            }
+            row += row_step;
+            word += word_step;
+            if (word >= per_row) {
+                word -= per_row;
+                ++row;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kAtATime; ++i) {
+            if (to[i] != nullptr) ptx::store_global_v4(to[i], words[i]);
+        }
+    }
+}
+
+}  // namespace publish_detail
+
+__global__ void __launch_bounds__(kPublishThreads)
+    publish_kernel(const __grid_constant__ PublishParams params) {
+    const uint32_t thread = ptx::thread_idx();
+    const int64_t first = static_cast<int64_t>(ptx::block_idx()) * kPublishThreads + thread;
+    const int64_t step = static_cast<int64_t>(ptx::num_blocks()) * kPublishThreads;
+    for (int64_t slot = first; slot < params.num_slots; slot += step) {
+        const int64_t id = params.ids_are_int64
+                               ? ptx::load_global(static_cast<const int64_t*>(params.topk_ids) + slot)
+                               : ptx::load_global(static_cast<const int32_t*>(params.topk_ids) + slot);
+        ptx::store_global(params.ids + slot, normalized_expert(id, params.num_experts));
+    }
+    if (first < kHeaderWords) {
+        const auto* words = reinterpret_cast<const int64_t*>(&params.header);
+        auto* header =
+            reinterpret_cast<int64_t*>(call_header(params.group, static_cast<uint32_t>(params.group.rank)));
+        ptx::store_global(header + first, words[first]);
+    }
+    publish_detail::copy_rows(params.x, params.header.num_tokens, first, step);
+    publish_detail::copy_rows(params.dout, params.header.num_tokens, first, step);
+
+    ptx::sync_block();
+    DeviceState* state = device_state(params.group);
+    bool is_last = false;
+    if (thread == 0) {
+        is_last = ptx::atom_acq_rel_gpu_add(&state->arrivals, 1u) == ptx::num_blocks() - 1;
+        if (is_last) ptx::st_relaxed_gpu(&state->arrivals, 0u);  // for the next launch
+    }
+    if (!ptx::sync_block_or(is_last)) return;
+    const PeerOutcome outcome = peer_barrier(params.group, PeerPhase::kInputs);
+    if (outcome == PeerOutcome::kExpired && thread == 0) ptx::trap();
+}
+
+}  // namespace mok
