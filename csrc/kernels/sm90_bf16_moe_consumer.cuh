@@ -77,35 +77,29 @@ MOK_DEVICE void finish_down(const MoeForwardParams& params, const Shared& shared
     end_staging(shared, self.staging, self.part, self.lane);
 }
 
-/// Of one thread of the block: when its tiles began and ended.
-struct SpanRecorder {
-    uint64_t begin = 0, start = 0, last_end;
+/// One thread of the block, when the operands of a tile are there; nothing stays in registers until its end.
+MOK_DEVICE void record_start(const MoeForwardParams& params, const TileTask& task) {
+    if (task.id >= params.spans.num_tasks) return;
+    TaskSpan& span = params.spans.tasks[task.id];
+    ptx::store_global(&span.kind, task.kind);
+    ptx::store_global(&span.shared, task.flags & kShared);
+    ptx::store_global(&span.cta, static_cast<int32_t>(ptx::block_idx()));
+    ptx::store_global(&span.row_block, task.row_block);
+    ptx::store_global(&span.column, task.column);
+    ptx::store_global(&span.waited_for, (task.flags >> kWaitedShift) - 1);
+    ptx::store_global(&span.start, ptx::timer_ns());
+}
 
-    MOK_DEVICE SpanRecorder() : last_end(ptx::timer_ns()) {}
-
-    MOK_DEVICE void write(const MoeForwardParams& params, const TileTask& task) {
-        const uint64_t end = ptx::timer_ns();
-        if (task.id < params.spans.num_tasks) {
-            TaskSpan& span = params.spans.tasks[task.id];
-            ptx::store_global(&span.kind, task.kind);
-            ptx::store_global(&span.shared, task.flags & kShared);
-            ptx::store_global(&span.cta, static_cast<int32_t>(ptx::block_idx()));
-            ptx::store_global(&span.row_block, task.row_block);
-            ptx::store_global(&span.column, task.column);
-            ptx::store_global(&span.waited_for, (task.flags >> kWaitedShift) - 1);
-            ptx::store_global(&span.start, start);
-            ptx::store_global(&span.end, end);
-            ptx::store_global(&span.wait, start - last_end);
-        }
-        last_end = end;
+MOK_DEVICE void record_end(const MoeForwardParams& params, const TileTask& task) {
+    if (task.id < params.spans.num_tasks) {
+        ptx::store_global(&params.spans.tasks[task.id].end, ptx::timer_ns());
     }
-};
+}
 
 template <ActivationForm kForm, bool kTimeline>
 MOK_DEVICE bool run_consumer(const MoeForwardParams& params, const Shared& shared, uint32_t consumer_warp) {
     ptx::Deadline deadline = deadline_at(params, WaitPlace::kConsumer);
     Consumer self{consumer_warp / kPartWarps, consumer_warp % kPartWarps, ptx::lane_idx(), {}, {}, {}};
-    [[maybe_unused]] SpanRecorder recorder;
     [[maybe_unused]] const bool records = consumer_warp == 0 && self.lane == 0;
     for (;;) {
         const TileTask task = take_task_as_part(shared, self.tasks, self.part, self.lane, deadline);
@@ -117,7 +111,7 @@ MOK_DEVICE bool run_consumer(const MoeForwardParams& params, const Shared& share
         }
         if constexpr (kTimeline) {
             ptx::mbar_wait(shared.stage_full(self.stages.slot), self.stages.parity, deadline);
-            recorder.start = ptx::timer_ns();
+            if (records) record_start(params, task);
         }
         float accumulators[kAccumulators];
         multiply_tile(shared, self.stages, self.part, steps, self.lane, deadline, accumulators);
@@ -127,7 +121,7 @@ MOK_DEVICE bool run_consumer(const MoeForwardParams& params, const Shared& share
             finish_down(params, shared, task, self, deadline, accumulators);
         }
         if constexpr (kTimeline) {
-            if (records) recorder.write(params, task);
+            if (records) record_end(params, task);
         }
     }
     return deadline.expired;

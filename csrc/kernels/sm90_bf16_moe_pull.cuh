@@ -29,16 +29,36 @@ struct PullBatch {
     const char* source;  // null: zeros
 };
 
-/// One warp's work: its arrays are indexed by slots, in unrolled loops.
+/// A register a slot, picked by a slot's number without a trip through memory.
+struct PerSlot {
+    uint32_t values[kPullSlots];
+
+    MOK_DEVICE uint32_t get(uint32_t slot) const {
+        uint32_t value = values[0];
+#pragma unroll
+        for (uint32_t i = 1; i < kPullSlots; ++i) {
+            if (slot == i) value = values[i];
+        }
+        return value;
+    }
+    MOK_DEVICE void set(uint32_t slot, uint32_t value) {
+#pragma unroll
+        for (uint32_t i = 0; i < kPullSlots; ++i) {
+            if (slot == i) values[i] = value;
+        }
+    }
+};
+
+/// One warp's work.
 struct Puller {
     const MoeForwardParams& params;
     const Shared& shared;
     uint32_t lane;
     uint32_t grain;  // elements of a claim
     ptx::Deadline deadline;
-    uint32_t parities = 0;             // bit i: of slot i's barrier
-    uint32_t rows[kPullSlots];         // this lane's row of the element in each slot
-    uint32_t unsignalled[kPullSlots];  // row blocks of stores whose signals are due
+    uint32_t parities = 0;  // bit i: of slot i's barrier
+    PerSlot rows;           // this lane's row of the element in each slot
+    PerSlot unsignalled;    // row blocks of stores whose signals are due
     int32_t run_hint = 0;
 
     MOK_DEVICE Puller(const MoeForwardParams& params_in, const Shared& shared_in)
@@ -50,7 +70,7 @@ struct Puller {
         const int64_t share = ceil_div<int64_t>(table().num_pulls, ptx::num_blocks());
         grain = static_cast<uint32_t>(share < 1 ? 1 : (share < kPullSlots ? share : kPullSlots));
 #pragma unroll
-        for (uint32_t i = 0; i < kPullSlots; ++i) rows[i] = unsignalled[i] = kNoRow;
+        for (uint32_t i = 0; i < kPullSlots; ++i) rows.values[i] = unsignalled.values[i] = kNoRow;
     }
 
     MOK_DEVICE const schedule::Table& table() const {
@@ -90,30 +110,26 @@ struct Puller {
     }
 
     /// Starts the load of one element into its slot, which nothing reads any more.
-    template <uint32_t kSlot>
-    MOK_DEVICE void load(const PullBatch& batch) {
-        if (kSlot >= batch.count) return;
-        const uint32_t bytes = ptx::shuffle(batch.bytes, kSlot);
-        const uint64_t source = ptx::shuffle(reinterpret_cast<uint64_t>(batch.source), kSlot);
-        const int32_t first_row = ptx::shuffle(batch.first_row, kSlot);
-        const int32_t num_rows = ptx::shuffle(batch.num_rows, kSlot);
-        const uint32_t slot = shared.pull(kSlot), barrier = shared.pulled(kSlot);
+    MOK_DEVICE void load(const PullBatch& batch, uint32_t slot) {
+        if (slot >= batch.count) return;
+        const uint32_t bytes = ptx::shuffle(batch.bytes, slot);
+        const uint64_t source = ptx::shuffle(reinterpret_cast<uint64_t>(batch.source), slot);
+        const int32_t first_row = ptx::shuffle(batch.first_row, slot);
+        const int32_t num_rows = ptx::shuffle(batch.num_rows, slot);
+        const uint32_t to = shared.pull(slot), barrier = shared.pulled(slot);
         if (source == 0) {
             for (uint32_t at = 16 * lane; at < bytes; at += 16 * ptx::kWarpThreads) {
-                ptx::store_shared(slot + at, ptx::Words4{});
+                ptx::store_shared(to + at, ptx::Words4{});
             }
             ptx::fence_proxy_async_shared();
             ptx::sync_warp();
             if (lane == 0) ptx::mbar_arrive(barrier);
         } else if (lane == 0) {
             ptx::mbar_arrive_expect(barrier, bytes);
-            ptx::bulk_load(slot, reinterpret_cast<const void*>(source), bytes, barrier);
+            ptx::bulk_load(to, reinterpret_cast<const void*>(source), bytes, barrier);
         }
-        rows[kSlot] = kNoRow;
-        if (static_cast<int32_t>(lane) < num_rows) {
-            rows[kSlot] = ptx::load_global(reinterpret_cast<const uint32_t*>(params.call.units->rows) +
-                                           first_row + lane);
-        }
+        const uint32_t* unit_rows = reinterpret_cast<const uint32_t*>(params.call.units->rows) + first_row;
+        rows.set(slot, static_cast<int32_t>(lane) < num_rows ? ptx::load_global(unit_rows + lane) : kNoRow);
     }
 
     /// Stores a loaded element to this lane's row of it, once the row's slot of the ring is free. Returns the
@@ -136,6 +152,7 @@ struct Puller {
 
     /// The whole warp, each lane for its own row block.
     MOK_DEVICE void wait_for_slot(uint32_t block) {
+        if (params.shape.backward()) __builtin_unreachable();  // leaves its waits out of this kernel
         const uint32_t ring_blocks = static_cast<uint32_t>(params.shape.ring_blocks);
         const bool wraps = block != kNoRow && block >= ring_blocks;
         if (!ptx::any_lane(wraps)) return;
@@ -143,12 +160,10 @@ struct Puller {
         uint32_t target = 0;
         if (wraps) {
             schedule::Wait waits[schedule::kMaxWaits];
-            const int32_t num_waits =
-                schedule::pull_waits(params.shape, table(), static_cast<int32_t>(block), waits);
-            if (num_waits > 0) {
-                counter = counter_address(params, waits[0].counter, waits[0].first);
+            if (schedule::pull_waits(params.shape, table(), static_cast<int32_t>(block), waits) > 0) {
+                counter = counter_address(params, Counter::kGateUp, waits[0].first);
                 target = static_cast<uint32_t>(
-                    schedule::final_value(params.shape, table(), waits[0].counter, waits[0].first));
+                    schedule::final_value(params.shape, table(), Counter::kGateUp, waits[0].first));
             }
         }
         const bool is_short = counter != nullptr && ptx::ld_acquire_gpu(counter) < target;
@@ -171,8 +186,9 @@ struct Puller {
         ptx::fence_acq_rel_gpu();
 #pragma unroll
         for (uint32_t i = 0; i < kPullSlots; ++i) {
-            if (unsignalled[i] != kNoRow) ptx::red_relaxed_gpu_add(counter_of(unsignalled[i]), 1u);
-            unsignalled[i] = kNoRow;
+            const uint32_t block = unsignalled.values[i];
+            if (block != kNoRow) ptx::red_relaxed_gpu_add(counter_of(block), 1u);
+            unsignalled.values[i] = kNoRow;
         }
     }
 
@@ -183,36 +199,34 @@ struct Puller {
 
     /// Waits for the element in a slot and stores it; then the slot before it is free again, and in a batch
     /// that is not full, all of them.
-    template <uint32_t kSlot>
-    MOK_DEVICE void store(const PullBatch& batch) {
-        if (kSlot >= batch.count) {
+    MOK_DEVICE void store(const PullBatch& batch, uint32_t slot) {
+        if (slot >= batch.count) {
             ptx::bulk_wait_read<0>();
             ptx::sync_warp();
             return;
         }
-        const bool is_saved = ptx::shuffle(batch.is_saved, kSlot) != 0;
-        const uint32_t offset = ptx::shuffle(batch.offset, kSlot), bytes = ptx::shuffle(batch.bytes, kSlot);
-        const int32_t num_rows = ptx::shuffle(batch.num_rows, kSlot);
-        const int32_t first_row = ptx::shuffle(batch.first_row, kSlot);
-        ptx::mbar_wait(shared.pulled(kSlot), parities >> kSlot & 1, deadline);
+        const bool is_saved = ptx::shuffle(batch.is_saved, slot) != 0;
+        const uint32_t offset = ptx::shuffle(batch.offset, slot), bytes = ptx::shuffle(batch.bytes, slot);
+        const int32_t num_rows = ptx::shuffle(batch.num_rows, slot);
+        const int32_t first_row = ptx::shuffle(batch.first_row, slot);
+        ptx::mbar_wait(shared.pulled(slot), parities >> slot & 1, deadline);
         if (ptx::any_lane(deadline.expired)) deadline.expired = true;
         if (deadline.expired) return;
-        parities ^= 1u << kSlot;
-        const uint32_t block = store_row(rows[kSlot], is_saved, shared.pull(kSlot), offset, bytes);
-        // Rows beyond a warp's lanes: only where top_k is above 32.
-        for (int32_t first = ptx::kWarpThreads; first < num_rows; first += ptx::kWarpThreads) {
-            const int32_t at = first + static_cast<int32_t>(lane);
-            uint32_t row = kNoRow;
-            if (at < num_rows) row = static_cast<uint32_t>(params.call.units->rows[first_row + at]);
-            const uint32_t next = store_row(row, is_saved, shared.pull(kSlot), offset, bytes);
+        parities ^= 1u << slot;
+        uint32_t row = rows.get(slot), block = kNoRow;
+        for (int32_t first = 0;;) {
+            block = store_row(row, is_saved, shared.pull(slot), offset, bytes);
             ptx::bulk_commit();
-            ptx::bulk_wait<0>();
-            ptx::fence_acq_rel_gpu();
-            if (next != kNoRow) ptx::red_relaxed_gpu_add(counter_of(next), 1u);
+            first += ptx::kWarpThreads;
+            if (first >= num_rows) break;
+            // More rows than lanes (top_k above 32): signalled at once.
+            signal<0>();
+            if (block != kNoRow) ptx::red_relaxed_gpu_add(counter_of(block), 1u);
+            const int32_t at = first + static_cast<int32_t>(lane);
+            row = at < num_rows ? static_cast<uint32_t>(params.call.units->rows[first_row + at]) : kNoRow;
         }
-        ptx::bulk_commit();
-        if (kSlot == 0) signal<1>();
-        unsignalled[kSlot] = block;
+        if (slot == 0) signal<1>();
+        unsignalled.set(slot, block);
         ptx::bulk_wait_read<1>();
         ptx::sync_warp();
     }
@@ -232,7 +246,6 @@ MOK_DEVICE void record_pull(const MoeForwardParams& params, const PullBatch& bat
     ptx::store_global(&span.waited_for, -1);
     ptx::store_global(&span.start, start);
     ptx::store_global(&span.end, ptx::timer_ns());
-    ptx::store_global(&span.wait, uint64_t{0});
 }
 
 /// The whole warp.
@@ -241,23 +254,21 @@ MOK_DEVICE bool run_pull_warp(const MoeForwardParams& params, const Shared& shar
     Puller puller(params, shared);
     // What the ranks wrote before the barrier is read by another proxy.
     ptx::fence_proxy_async_global();
-    PullBatch batch = puller.take(puller.claim());
-    puller.load<0>(batch);
-    puller.load<1>(batch);
-    puller.load<2>(batch);
+    constexpr uint32_t kAhead = kPullSlots - 1;  // loads in flight
+    PullBatch batch = puller.take(puller.claim()), next{};
+#pragma unroll 1
+    for (uint32_t slot = 0; slot < kAhead; ++slot) puller.load(batch, slot);
     while (batch.count > 0 && !puller.deadline.expired) {
         [[maybe_unused]] const uint64_t start = kTimeline ? ptx::timer_ns() : 0;
-        [[maybe_unused]] const uint32_t row = puller.rows[0];
+        [[maybe_unused]] const uint32_t row = puller.rows.values[0];
         const uint32_t claimed = puller.claim();
-        puller.store<0>(batch);
-        puller.load<3>(batch);
-        const PullBatch next = puller.take(claimed);
-        puller.store<1>(batch);
-        puller.load<0>(next);
-        puller.store<2>(batch);
-        puller.load<1>(next);
-        puller.store<3>(batch);
-        puller.load<2>(next);
+#pragma unroll 1
+        for (uint32_t slot = 0; slot < kPullSlots; ++slot) {
+            puller.store(batch, slot);
+            if (slot == 1) next = puller.take(claimed);
+            const bool is_next = slot > 0;
+            puller.load(is_next ? next : batch, is_next ? slot - 1 : kAhead);
+        }
         if constexpr (kTimeline) {
             if (puller.lane == 0) record_pull(params, batch, row, start);
         }

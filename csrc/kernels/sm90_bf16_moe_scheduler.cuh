@@ -24,11 +24,10 @@ MOK_DEVICE int32_t wait_target(const MoeForwardParams& params, const schedule::T
 MOK_DEVICE int32_t wait_for_operands(const MoeForwardParams& params, const schedule::Task& task,
                                      uint32_t lane, ptx::Deadline& deadline) {
     schedule::Wait waits[schedule::kMaxWaits];
+    if (params.shape.backward()) __builtin_unreachable();  // leaves its waits out of this kernel
     const int32_t num_waits = schedule::task_waits(params.shape, task, waits);
     int32_t waited_for = -1;
-#pragma unroll
-    for (int32_t i = 0; i < schedule::kMaxWaits; ++i) {
-        if (i >= num_waits) continue;
+    for (int32_t i = 0; i < num_waits; ++i) {
         const schedule::Wait& wait = waits[i];
         for (int32_t first = wait.first; first < wait.last; first += ptx::kWarpThreads) {
             const int32_t index = first + static_cast<int32_t>(lane);

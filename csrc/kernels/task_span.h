@@ -13,9 +13,8 @@ struct TaskSpan {
     int32_t row_block;
     int32_t column;      // first column of the tile
     int32_t waited_for;  // schedule::Counter that the task's operands were waited for last; -1: none
-    uint64_t start;
-    uint64_t end;
-    uint64_t wait;  // without a tile before `start`
+    uint64_t start;      // its first operands are there; before it the CTA had no tile to work on
+    uint64_t end;        // its results are staged
 };
 constexpr int32_t kPullSpan = 100;
 
