@@ -1,13 +1,13 @@
 # make demo   sets everything up, then trains a small MoE transformer with mok and in plain PyTorch
 # make test   sets everything up, then runs the tests
 #
-# Both use .venv (VENV=... for another folder) and whatever torch >= 2.11 the machine's python3 has;
+# They use .venv (VENV=... for another folder) and whatever torch >= 2.11 the machine's python3 has;
 # otherwise they install the one in constraints.txt. PYTHON=... chooses the interpreter.
 
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: demo test bench lint format wheel sdist environment build clean
+.PHONY: demo test emulate bench lint format wheel sdist environment build clean
 
 demo: build
 	@$(PY) examples/demo/train.py $(ARGS)
@@ -15,6 +15,10 @@ demo: build
 # ARGS="-k plan" and the like go to pytest.
 test: build
 	@$(PY) -m pytest -q $(ARGS)
+
+# The GPU kernels on the CPU, under adversarial schedules (part of `make test` as well).
+emulate: build
+	@$(PY) -m pytest -q tests/emu $(ARGS)
 
 # ARGS="--write" records the results; BENCH=cpu_layer runs one.
 BENCH = $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py))

@@ -1,5 +1,5 @@
 // Test kernels of csrc/ptx inside one block: lanes, shared memory, barriers, deadlines, matrices,
-// conversions. tests/gpu/test_ptx.py has what they must give.
+// conversions. tests/ptx_cases/block.py has what they must give.
 #pragma once
 
 #include "csrc/kernels/ptx_test_params.cuh"

@@ -1,5 +1,4 @@
-// Test kernels of csrc/ptx: bulk copies and tensor copies. tests/gpu/test_ptx_copies.py has what they must
-// give.
+// Test kernels of csrc/ptx: bulk copies and tensor copies. tests/ptx_cases/copies.py has what they must give.
 #pragma once
 
 #include "csrc/kernels/ptx_test_params.cuh"

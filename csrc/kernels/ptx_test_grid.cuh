@@ -1,5 +1,5 @@
 // Test kernels of csrc/ptx and csrc/comm between blocks: flags, counters, the grid barrier.
-// tests/gpu/test_ptx_grid.py has what they must give.
+// tests/ptx_cases/grid.py has what they must give.
 #pragma once
 
 #include "csrc/comm/device/grid_barrier.cuh"

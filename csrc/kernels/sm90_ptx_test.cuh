@@ -1,5 +1,5 @@
-// Test kernels of csrc/ptx that only sm_90a has: wgmma and setmaxnreg. tests/gpu/test_ptx_wgmma.py has what
-// they must give.
+// Test kernels of csrc/ptx that only sm_90a has: wgmma and setmaxnreg. tests/ptx_cases/wgmma.py has what they
+// must give.
 #pragma once
 
 #include "csrc/kernels/ptx_test_params.cuh"

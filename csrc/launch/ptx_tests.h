@@ -12,12 +12,12 @@ struct TestBuffer {
     int64_t bytes;
 };
 
-/// Device buffers and numbers of one test; tests/gpu/test_ptx*.py say what each test wants and expects.
+/// Device buffers and numbers of one test; tests/ptx_cases says what each test wants and expects.
 struct PtxTest {
     std::vector<TestBuffer> inputs;
     std::vector<TestBuffer> outputs;
     std::vector<int64_t> numbers;
-    void* stream;  // a cudaStream_t
+    void* stream;  // a cudaStream_t; an EmulatorStream in the emulator
 };
 
 /// Throws std::invalid_argument for an unknown name or buffers that are too small.
