@@ -6,6 +6,7 @@ namespace mok::emulator {
 void bind_run(pybind11::module_& module);
 void bind_ptx_tests(pybind11::module_& module);
 void bind_arithmetic(pybind11::module_& module);
+void bind_moe_forward(pybind11::module_& module);
 }  // namespace mok::emulator
 
 PYBIND11_MODULE(_emulator, module) {
@@ -13,4 +14,5 @@ PYBIND11_MODULE(_emulator, module) {
     mok::emulator::bind_run(module);
     mok::emulator::bind_ptx_tests(module);
     mok::emulator::bind_arithmetic(module);
+    mok::emulator::bind_moe_forward(module);
 }

@@ -24,10 +24,31 @@ void* Session::allocate(size_t bytes) {
 }
 
 void* Session::add(const std::string& name, const py::array& array, const Use& use, int rank) {
+    void* memory = allocate(static_cast<size_t>(array.nbytes()));
+    place(name, array, use, rank, memory);
+    return memory;
+}
+
+std::vector<void*> Session::add_windows(const std::string& name, const std::vector<py::array>& arrays,
+                                        const Use& use) {
+    constexpr size_t kGranularity = 4096;
+    const size_t bytes = static_cast<size_t>(arrays.front().nbytes());
+    const size_t stride = round_up<size_t>(bytes + 1, kGranularity);
+    char* base = static_cast<char*>(allocate(stride * arrays.size()));
+    std::vector<void*> windows;
+    for (size_t rank = 0; rank < arrays.size(); ++rank) {
+        MOK_CHECK(static_cast<size_t>(arrays[rank].nbytes()) == bytes, name, " has ", arrays[rank].nbytes(),
+                  " bytes on rank ", rank, ", ", bytes, " on rank 0: they must be equal.");
+        place(name, arrays[rank], use, static_cast<int>(rank), base + rank * stride);
+        windows.push_back(base + rank * stride);
+    }
+    return windows;
+}
+
+void Session::place(const std::string& name, const py::array& array, const Use& use, int rank, void* memory) {
     MOK_CHECK((array.flags() & py::array::c_style) != 0, name, " is not C-contiguous; copy it.");
     MOK_CHECK(!use.is_output || array.writeable(), name, " is an output but not writeable; copy it.");
     const size_t bytes = static_cast<size_t>(array.nbytes());
-    void* memory = allocate(bytes);
     std::memcpy(memory, array.data(), bytes);
     emu::Region region;
     region.name = name;
@@ -40,7 +61,6 @@ void* Session::add(const std::string& name, const py::array& array, const Use& u
     region.is_constant = use.is_constant;
     regions_.push_back(region);
     if (use.is_output) outputs_.push_back({array, memory});
-    return memory;
 }
 
 void* Session::scratch(const std::string& name, size_t bytes, int rank, bool peer_visible) {

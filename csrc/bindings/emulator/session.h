@@ -34,6 +34,9 @@ class Session {
   public:
     /// Memory of `rank` with the array's bytes; the array must be C-contiguous, and writeable for outputs.
     void* add(const std::string& name, const pybind11::array& array, const Use& use, int rank = 0);
+    /// One array of equal size a rank, the ranks' memories at equal distances: windows of a symmetric heap.
+    std::vector<void*> add_windows(const std::string& name, const std::vector<pybind11::array>& arrays,
+                                   const Use& use);
     /// Memory that the host neither fills nor reads.
     void* scratch(const std::string& name, size_t bytes, int rank = 0, bool peer_visible = false);
 
@@ -52,6 +55,7 @@ class Session {
     };
 
     void* allocate(size_t bytes);
+    void place(const std::string& name, const pybind11::array& array, const Use& use, int rank, void* memory);
 
     std::vector<std::unique_ptr<void, FreeDeleter>> memory_;
     std::vector<emu::Region> regions_;
