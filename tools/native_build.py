@@ -1,14 +1,12 @@
-"""What is compiled from what: mok's three shared libraries as one ninja file, its emulator as one.
+"""What is compiled from what: mok's three shared libraries as one ninja file.
 
     mok/libmok_core.so   csrc/ without bindings: no torch, no Python, no libcuda
     mok/_C.<abi>.so      csrc/bindings/python: pybind11 over the core, no torch header of its own
     mok/_ops.so          csrc/bindings/torch: torch ops on LibTorch's stable ABI, one binary for
                          every torch >= 2.11
 
-    build/emulator/_emulator.<abi>.so   the kernels over csrc/emu and csrc/ptx/host, for tests/emu
-
-setup.py runs it for an install, tools/cuda_check.py for CI's compile check. It imports neither
-setuptools nor torch.
+setup.py runs it for an install, tools/cuda_check.py for CI's compile check, and
+tools/emulator_build.py uses its parts. It imports neither setuptools nor torch.
 """
 
 import dataclasses
@@ -20,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 MIN_TORCH = (2, 11)
@@ -34,10 +32,8 @@ ARCH_FAMILIES = {"sm90": ("90",), "sm100": ("100", "103")}
 # Folders of csrc whose C++ calls CUDA's driver or runtime.
 CUDA_LAYERS = ("symm", "launch")
 
-# What only the emulator consists of, and what it shares with the core: see emulator_sources.
+# Folders of csrc that only the emulator consists of (tools/emulator_build.py).
 EMULATOR_FOLDERS = ("emu", "ptx/host", "launch/emulator", "cpu/emulator")
-EMULATOR_SHARES = ("layout/*.cpp", "schedule/*.cpp", "launch/tensor_map.cpp")
-CUDA_API_SOURCES = ("launch.cu", "tensor_map.cu")
 
 
 class BuildError(Exception):
@@ -174,29 +170,6 @@ def core_sources(root: Path) -> tuple[list[Path], list[Path]]:
         return sorted(path for path in csrc.rglob(pattern) if others.isdisjoint(path.parents))
 
     return find("*.cpp"), find("*.cu")
-
-
-def emulator_sources(root: Path) -> tuple[list[Path], list[Path]]:
-    """The emulator's C++, and the CUDA sources that it compiles as C++ over csrc/ptx/host.
-
-    Those are all of csrc/launch but the ones that call CUDA or hold kernels for chips that are not
-    emulated: a kernel's launch code is the same source on the device and in the emulator.
-    """
-    csrc = root / "csrc"
-    sources = [
-        path
-        for folder in EMULATOR_FOLDERS
-        for pattern in ("*.cpp", "*.S")
-        for path in (csrc / folder).rglob(pattern)
-    ]
-    sources += [path for pattern in EMULATOR_SHARES for path in csrc.glob(pattern)]
-    sources += (csrc / "bindings" / "emulator").glob("*.cpp")
-    cuda = [
-        path
-        for path in (csrc / "launch").glob("*.cu")
-        if path.name not in CUDA_API_SOURCES and source_archs(path, ("90a",))
-    ]
-    return sorted(sources), sorted(cuda)
 
 
 def cxx_flags() -> list[str]:
@@ -356,44 +329,6 @@ def _cuda_defines(cuda_sources: Iterable[Path]) -> list[str]:
     ]
 
 
-def emulator_ninja_file(config: Config) -> str:
-    """The emulator's build: one pybind11 module, by g++ alone and without a CUDA header."""
-    assert config.torch_home is not None
-    ninja = NinjaFile()
-    cxx = shlex.quote(config.cxx).replace("$", "$$")
-    ninja.rule("cxx", f"{cxx} -MD -MF $out.d $flags -c $in -o $out", depfile=True)
-    ninja.rule("link", f"{cxx} -shared -o $out $in $flags")
-    # Hidden: the process may hold the core library too, whose functions have the same names.
-    common = ["-O2", "-DMOK_EMULATOR", "-fvisibility=hidden", "-fno-strict-aliasing"]
-    common += ["-Wno-unknown-pragmas", f"-I{config.root}"]
-    # A kernel's local holds a wrong number until it is written, as a register may.
-    kernels = ["-x", "c++", "-ftrivial-auto-var-init=pattern"]
-    python = [config.torch_home / "include", sysconfig.get_paths()["include"]]
-    bindings = config.root / "csrc" / "bindings"
-    sources, cuda_sources = emulator_sources(config.root)
-    objects = []
-    for source in [*sources, *cuda_sources]:
-        flags = [*cxx_flags(), *common]
-        if source.suffix == ".cu":
-            flags += kernels
-        elif bindings in source.parents:
-            flags += [f"-isystem{folder}" for folder in python]
-        objects.append(ninja.build(config.object_file(source), "cxx", [source], flags))
-    link_flags = ["-pthread", *shlex.split(os.environ.get("LDFLAGS", ""))]
-    link_flags += standard_library_flags(config.cxx)
-    ninja.build(emulator_module(config), "link", objects, link_flags)
-    return ninja.text()
-
-
-def emulator_config(root: Path, torch_home: Path) -> Config:
-    """pybind11's headers are torch's; nothing else of torch is used."""
-    return Config(root, root / "build" / "emulator", torch_home, cuda=None)
-
-
-def emulator_module(config: Config) -> Path:
-    return config.build_dir / f"_emulator{sysconfig.get_config_var('EXT_SUFFIX')}"
-
-
 def find_ninja() -> str:
     beside_python = Path(sys.executable).parent / "ninja"
     ninja = str(beside_python) if beside_python.exists() else shutil.which("ninja")
@@ -405,20 +340,12 @@ def find_ninja() -> str:
 
 
 def build(config: Config, targets: Iterable[Path] = ()) -> None:
-    """Brings `targets` (default: all libraries) up to date.
-
-    Several processes may build one folder: they take turns. Raises BuildError.
-    """
-    _run_ninja(config, ninja_file, targets)
+    """Brings `targets` (default: all libraries) up to date. Raises BuildError."""
+    run_ninja(config, ninja_file, targets)
 
 
-def build_emulator(config: Config) -> Path:
-    """Brings the emulator's module up to date and returns its file. Raises BuildError."""
-    _run_ninja(config, emulator_ninja_file, ())
-    return emulator_module(config)
-
-
-def _run_ninja(config: Config, ninja_text, targets: Iterable[Path]) -> None:
+def run_ninja(config: Config, ninja_text: Callable[[Config], str], targets: Iterable[Path]) -> None:
+    """Builds in `config.build_dir`; several processes take turns. Raises BuildError."""
     if shutil.which(config.cxx) is None:
         raise BuildError(
             f"the C++ compiler {config.cxx!r} was not found: install g++ 12 or newer "

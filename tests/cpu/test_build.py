@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import native_build
+from tools import emulator_build, native_build
 from tools.native_build import BuildError, Config, Cuda
 
 TOOLKIT, TOOLKIT_REASON = native_build.find_toolkit(os.environ)
@@ -85,6 +85,33 @@ def test_a_new_source_joins_and_a_deleted_one_leaves(project):
     library = ctypes.CDLL(str(config.libraries["libmok_core.so"]))
     assert library.fresh() == 7
     assert not hasattr(library, "other")
+
+
+def test_the_core_and_the_emulator_share_only_what_both_need(project):
+    csrc = project / "csrc"
+    for name in (
+        *("emu/machine.cpp", "emu/switch.S", "ptx/host/x.cpp", "launch/emulator/launch.cpp"),
+        *("cpu/executor.cpp", "cpu/emulator/sigmoid.cpp", "bindings/emulator/module.cpp"),
+        *("launch/launch.cu", "launch/plan.cu", "launch/sm90_x.cu", "launch/sm100_x.cu"),
+    ):
+        (csrc / name).parent.mkdir(parents=True, exist_ok=True)
+        (csrc / name).touch()
+
+    def names(paths: list[Path]) -> set[str]:
+        return {str(path.relative_to(csrc)) for path in paths}
+
+    both = {"layout/value.cpp", "layout/other.cpp"}
+    core, core_cuda = native_build.core_sources(project)
+    assert names(core) == {*both, "cpu/executor.cpp"}
+    kernels = {"launch/plan.cu", "launch/sm90_x.cu"}
+    assert names(core_cuda) == {*kernels, "launch/launch.cu", "launch/sm100_x.cu"}
+    emulator, emulator_cuda = emulator_build.sources(project)
+    assert names(emulator) == {
+        *both,
+        *("emu/machine.cpp", "emu/switch.S", "ptx/host/x.cpp", "launch/emulator/launch.cpp"),
+        *("cpu/emulator/sigmoid.cpp", "bindings/emulator/module.cpp"),
+    }
+    assert names(emulator_cuda) == kernels
 
 
 def test_an_undefined_symbol_fails_the_build(project, capfd):

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 
 from tests.ptx_cases import Runner
-from tools import native_build
+from tools import emulator_build
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,8 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @functools.cache
 def load() -> ModuleType:
     """The `_emulator` module, brought up to date first. Raises native_build.BuildError."""
-    config = native_build.emulator_config(ROOT, Path(torch.__file__).parent)
-    path = native_build.build_emulator(config)
+    path = emulator_build.build(emulator_build.make_config(ROOT, Path(torch.__file__).parent))
     spec = importlib.util.spec_from_file_location("_emulator", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
