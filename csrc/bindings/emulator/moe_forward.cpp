@@ -104,8 +104,7 @@ struct RankArgument {
     std::optional<py::array> home_rows;    // [max_tokens * K, H]
     std::optional<py::array> shared_rows;  // [T, H]
     std::optional<py::array> saved_x, saved_gate, saved_up, saved_shared_gate, saved_shared_up;
-    std::optional<py::array> counters;  // uint32, at least as many as there are
-    std::optional<py::array> spans;     // uint8 [tasks, sizeof(TaskSpan)]
+    std::optional<py::array> spans;  // uint8 [tasks, sizeof(TaskSpan)]
 };
 
 class ForwardRun {
@@ -123,7 +122,11 @@ class ForwardRun {
         for (size_t r = 0; r < ranks_.size(); ++r) add_launch(static_cast<int>(r));
     }
 
-    emu::RunResult run(const emu::RunOptions& options) { return session_.run(options); }
+    emu::RunResult run(const emu::RunOptions& options) {
+        emu::RunResult result = session_.run(options);
+        for (size_t r = 0; r < ranks_.size() && result.trapped.empty(); ++r) check_counters(r);
+        return result;
+    }
 
   private:
     void add_schedule(int rank) {
@@ -187,9 +190,31 @@ class ForwardRun {
         const py::array_t<uint32_t> zeros(2, std::vector<uint32_t>{0, 0}.data());
         call.task_claim = static_cast<uint32_t*>(session_.add("claims", zeros, Use{}, rank));
         call.pull_claim = call.task_claim + 1;
-        call.counters =
-            static_cast<uint32_t*>(session_.add("counters", ranks_[rank].counters.value(), kOutput, rank));
+        const int64_t num_counters =
+            schedule::counter_layout(host.shape(), host.table()).begin[schedule::kNumCounters];
+        const std::vector<uint32_t> unset(static_cast<size_t>(num_counters));
+        counters_.emplace_back(num_counters, unset.data());
+        call.counters = static_cast<uint32_t*>(session_.add("counters", counters_.back(), kOutput, rank));
         return call;
+    }
+
+    /// Every counter of the pass has the value that the schedule says.
+    void check_counters(size_t rank) const {
+        using schedule::Counter;
+        const schedule::ScheduleShape& shape = schedules_[rank]->shape();
+        const schedule::Table& table = schedules_[rank]->table();
+        for (const Counter counter : {Counter::kX, Counter::kGateUp, Counter::kHiddenRead}) {
+            if (layer_.recompute && counter == Counter::kHiddenRead) continue;
+            const int64_t begin = schedule::block_counter_begin(shape, table, counter);
+            for (int64_t i = 0; i < schedule::counter_size(shape, table, counter); ++i) {
+                const int64_t wanted = schedule::final_value(shape, table, counter, static_cast<int32_t>(i));
+                const int64_t found = counters_[rank].at(begin + i);
+                if (found != wanted) {
+                    throw EmulatorError(concat("rank ", rank, ": counter ", static_cast<int32_t>(counter),
+                                               " of row block ", i, " ends with ", found, ", not ", wanted));
+                }
+            }
+        }
     }
 
     launch::MoeExpertViews experts(int rank, int set) {
@@ -259,6 +284,7 @@ class ForwardRun {
     std::vector<std::unique_ptr<schedule::HostSchedule>> schedules_;
     std::vector<void*> windows_;
     std::vector<const char*> x_;
+    std::vector<py::array_t<uint32_t>> counters_;
 };
 
 emu::RunResult moe_forward(const LayerArgument& layer, const std::vector<RankArgument>& ranks,
@@ -301,7 +327,6 @@ void bind_moe_forward(py::module_& module) {
         .def_readwrite("saved_up", &RankArgument::saved_up)
         .def_readwrite("saved_shared_gate", &RankArgument::saved_shared_gate)
         .def_readwrite("saved_shared_up", &RankArgument::saved_shared_up)
-        .def_readwrite("counters", &RankArgument::counters)
         .def_readwrite("spans", &RankArgument::spans)
         .def("set_weights",
              [](RankArgument& self, bool shared, const WeightArgument& gate, const WeightArgument& up,
