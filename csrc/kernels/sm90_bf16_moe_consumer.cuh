@@ -77,25 +77,6 @@ MOK_DEVICE void finish_down(const MoeForwardParams& params, const Shared& shared
     end_staging(shared, self.staging, self.part, self.lane);
 }
 
-/// One thread of the block, when the operands of a tile are there; nothing stays in registers until its end.
-MOK_DEVICE void record_start(const MoeForwardParams& params, const TileTask& task) {
-    if (task.id >= params.spans.num_tasks) return;
-    TaskSpan& span = params.spans.tasks[task.id];
-    ptx::store_global(&span.kind, task.kind);
-    ptx::store_global(&span.shared, task.flags & kShared);
-    ptx::store_global(&span.cta, static_cast<int32_t>(ptx::block_idx()));
-    ptx::store_global(&span.row_block, task.row_block);
-    ptx::store_global(&span.column, task.column);
-    ptx::store_global(&span.waited_for, (task.flags >> kWaitedShift) - 1);
-    ptx::store_global(&span.start, ptx::timer_ns());
-}
-
-MOK_DEVICE void record_end(const MoeForwardParams& params, const TileTask& task) {
-    if (task.id < params.spans.num_tasks) {
-        ptx::store_global(&params.spans.tasks[task.id].end, ptx::timer_ns());
-    }
-}
-
 template <ActivationForm kForm, bool kTimeline>
 MOK_DEVICE bool run_consumer(const MoeForwardParams& params, const Shared& shared, uint32_t consumer_warp) {
     ptx::Deadline deadline = deadline_at(params, WaitPlace::kConsumer);

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
         } else if (warp == kStoreWarp) {
             is_expired = run_store_warp(params, shared);
         } else {
-            is_expired = run_pull_warp<kTimeline>(params, shared);
+            is_expired = run_pull_warp<false, kTimeline>(params, shared);
         }
     } else {
         ptx::registers_increase<kConsumerRegisters>();

@@ -1,4 +1,4 @@
-// The pull warp of the BF16 forward megakernel: each distinct (token, rank) row of a chunk crosses the link
+// The pull warp of the BF16 megakernels: each distinct (token, rank) row of a chunk crosses the link
 // once, in pieces of 4 KiB, and is stored to all its rows.
 //
 // A batch is up to four consecutive elements of the pull list, one for each slot of the warp's shared memory.
@@ -11,11 +11,14 @@
 #pragma once
 
 #include "csrc/gemm/sm90_shared.cuh"
-#include "csrc/kernels/sm90_bf16_moe_params.cuh"
+#include "csrc/kernels/sm90_bf16_moe_call.cuh"
 
-namespace mok::moe_forward_detail {
+namespace mok::moe_detail {
 
 inline constexpr uint32_t kNoRow = 0xffffffffu;
+
+/// Where the rows of an element go.
+enum class PullTarget : uint32_t { kRingX, kRingDout, kSavedX };
 
 /// Elements of one claim, each decoded by the lane of its slot.
 struct PullBatch {
@@ -25,7 +28,7 @@ struct PullBatch {
     uint32_t offset;    // of the piece in its row
     int32_t first_row;  // index into PullUnits::rows
     int32_t num_rows;
-    uint32_t is_saved;   // goes to the saved x instead of the ring
+    uint32_t target;     // a PullTarget
     const char* source;  // null: zeros
 };
 
@@ -50,18 +53,19 @@ struct PerSlot {
 };
 
 /// One warp's work.
+template <bool kBackward>
 struct Puller {
-    const MoeForwardParams& params;
+    const MoeCallParams& params;
     const Shared& shared;
     uint32_t lane;
     uint32_t grain;  // elements of a claim
     ptx::Deadline deadline;
     uint32_t parities = 0;  // bit i: of slot i's barrier
     PerSlot rows;           // this lane's row of the element in each slot
-    PerSlot unsignalled;    // row blocks of stores whose signals are due
+    PerSlot unsignalled;    // counters of stores whose signals are due
     int32_t run_hint = 0;
 
-    MOK_DEVICE Puller(const MoeForwardParams& params_in, const Shared& shared_in)
+    MOK_DEVICE Puller(const MoeCallParams& params_in, const Shared& shared_in)
         : params(params_in),
           shared(shared_in),
           lane(ptx::lane_idx()),
@@ -101,11 +105,21 @@ struct Puller {
         batch.bytes = row_bytes - batch.offset < kPullSlotBytes ? row_bytes - batch.offset : kPullSlotBytes;
         batch.first_row = units.row_begin[element.unit];
         batch.num_rows = units.row_begin[element.unit + 1] - batch.first_row;
-        const int32_t chunk = table().pieces[table().runs[element.run].piece].chunk;
-        batch.is_saved = params.shape.saves_x(chunk) ? 1 : 0;
+        bool is_dout = false;
+        PullTarget target = PullTarget::kRingX;
+        if constexpr (kBackward) {
+            is_dout = element.what == schedule::Pulled::kDout;
+            if (is_dout) target = PullTarget::kRingDout;
+        } else {
+            const int32_t chunk = table().pieces[table().runs[element.run].piece].chunk;
+            if (params.shape.saves_x(chunk)) target = PullTarget::kSavedX;
+        }
+        batch.target = static_cast<uint32_t>(target);
         if (unit.peer != schedule::kZeroSource) {
             const schedule::RankInputs& rank = params.call.ranks[unit.peer];
-            batch.source = rank.x + unit.token * rank.x_stride + batch.offset;
+            const char* rows_of_rank = is_dout ? rank.dout : rank.x;
+            const int64_t stride = is_dout ? rank.dout_stride : rank.x_stride;
+            batch.source = rows_of_rank + unit.token * stride + batch.offset;
         }
     }
 
@@ -133,50 +147,59 @@ struct Puller {
     }
 
     /// Stores a loaded element to this lane's row of it, once the row's slot of the ring is free. Returns the
-    /// row's block.
-    MOK_DEVICE uint32_t store_row(uint32_t row, bool is_saved, uint32_t slot, uint32_t offset,
+    /// counter that is to be told.
+    MOK_DEVICE uint32_t store_row(uint32_t row, PullTarget target, uint32_t slot, uint32_t offset,
                                   uint32_t bytes) {
         uint32_t block = kNoRow;
         if (row != kNoRow) block = row / kTileM;
-        if (!is_saved) wait_for_slot(block);
+        if (target != PullTarget::kSavedX) wait_for_slot(block);
         if (row == kNoRow) return kNoRow;
         const int64_t row_bytes = params.shape.sizes.row_bytes;
         char* to = params.saved_x_rows + row * row_bytes;
-        if (!is_saved) {
+        if (target != PullTarget::kSavedX) {
             const int64_t at = ring_row(params.shape, static_cast<int32_t>(block)) + row % kTileM;
-            to = params.ring_x + at * row_bytes;
+            to = (target == PullTarget::kRingDout ? params.ring_dout : params.ring_x) + at * row_bytes;
         }
         ptx::bulk_store(to + offset, slot, bytes);
-        return block;
+        const Counter counter = target == PullTarget::kRingDout ? Counter::kDout : Counter::kX;
+        const int32_t index = schedule::counter_block(params.shape, false, static_cast<int32_t>(block));
+        return static_cast<uint32_t>(counter_address(params, counter, index) - params.call.counters);
     }
 
     /// The whole warp, each lane for its own row block.
     MOK_DEVICE void wait_for_slot(uint32_t block) {
-        if (params.shape.backward()) __builtin_unreachable();  // leaves its waits out of this kernel
+        // Leaves the other pass's waits out of this kernel.
+        if (params.shape.backward() != kBackward) __builtin_unreachable();
+        constexpr int32_t kWaits = kBackward ? 2 : 1;
         const uint32_t ring_blocks = static_cast<uint32_t>(params.shape.ring_blocks);
         const bool wraps = block != kNoRow && block >= ring_blocks;
         if (!ptx::any_lane(wraps)) return;
-        const uint32_t* counter = nullptr;
-        uint32_t target = 0;
-        if (wraps) {
-            schedule::Wait waits[schedule::kMaxWaits];
-            if (schedule::pull_waits(params.shape, table(), static_cast<int32_t>(block), waits) > 0) {
-                counter = counter_address(params, Counter::kGateUp, waits[0].first);
-                target = static_cast<uint32_t>(
-                    schedule::final_value(params.shape, table(), Counter::kGateUp, waits[0].first));
-            }
-        }
-        const bool is_short = counter != nullptr && ptx::ld_acquire_gpu(counter) < target;
-        if (ptx::any_lane(is_short)) {
-            ptx::bulk_commit();
-            signal<0>();
-            deadline.place = static_cast<uint32_t>(WaitPlace::kPullSlot);
-            if (is_short) ptx::wait_reached_acquire_gpu(counter, target, deadline);
-            deadline.place = static_cast<uint32_t>(WaitPlace::kPullLoad);
-            ptx::sync_warp();
-        }
+        schedule::Wait waits[schedule::kMaxWaits];
+        int32_t num_waits = 0;
+        if (wraps)
+            num_waits = schedule::pull_waits(params.shape, table(), static_cast<int32_t>(block), waits);
+#pragma unroll
+        for (int32_t i = 0; i < kWaits; ++i) wait_for_readers(i < num_waits, waits[i]);
         // The slot's readers were TMA loads; its writers are bulk stores.
         ptx::fence_proxy_async_global();
+    }
+
+    MOK_DEVICE void wait_for_readers(bool waits, const schedule::Wait& wait) {
+        const uint32_t* counter = nullptr;
+        uint32_t target = 0;
+        if (waits) {
+            const Counter which = kBackward ? wait.counter : Counter::kGateUp;
+            counter = counter_address(params, which, wait.first);
+            target = static_cast<uint32_t>(schedule::final_value(params.shape, table(), which, wait.first));
+        }
+        const bool is_short = counter != nullptr && ptx::ld_acquire_gpu(counter) < target;
+        if (!ptx::any_lane(is_short)) return;
+        ptx::bulk_commit();
+        signal<0>();
+        deadline.place = static_cast<uint32_t>(WaitPlace::kPullSlot);
+        if (is_short) ptx::wait_reached_acquire_gpu(counter, target, deadline);
+        deadline.place = static_cast<uint32_t>(WaitPlace::kPullLoad);
+        ptx::sync_warp();
     }
 
     /// Signals what is due, once all but the newest kPending groups of stores are complete.
@@ -186,15 +209,10 @@ struct Puller {
         ptx::fence_acq_rel_gpu();
 #pragma unroll
         for (uint32_t i = 0; i < kPullSlots; ++i) {
-            const uint32_t block = unsignalled.values[i];
-            if (block != kNoRow) ptx::red_relaxed_gpu_add(counter_of(block), 1u);
+            const uint32_t counter = unsignalled.values[i];
+            if (counter != kNoRow) ptx::red_relaxed_gpu_add(params.call.counters + counter, 1u);
             unsignalled.values[i] = kNoRow;
         }
-    }
-
-    MOK_DEVICE uint32_t* counter_of(uint32_t block) {
-        return counter_address(params, Counter::kX,
-                               schedule::counter_block(params.shape, false, static_cast<int32_t>(block)));
     }
 
     /// Waits for the element in a slot and stores it; then the slot before it is free again, and in a batch
@@ -205,7 +223,7 @@ struct Puller {
             ptx::sync_warp();
             return;
         }
-        const bool is_saved = ptx::shuffle(batch.is_saved, slot) != 0;
+        const auto target = static_cast<PullTarget>(ptx::shuffle(batch.target, slot));
         const uint32_t offset = ptx::shuffle(batch.offset, slot), bytes = ptx::shuffle(batch.bytes, slot);
         const int32_t num_rows = ptx::shuffle(batch.num_rows, slot);
         const int32_t first_row = ptx::shuffle(batch.first_row, slot);
@@ -213,27 +231,27 @@ struct Puller {
         if (ptx::any_lane(deadline.expired)) deadline.expired = true;
         if (deadline.expired) return;
         parities ^= 1u << slot;
-        uint32_t row = rows.get(slot), block = kNoRow;
+        uint32_t row = rows.get(slot), counter = kNoRow;
         for (int32_t first = 0;;) {
-            block = store_row(row, is_saved, shared.pull(slot), offset, bytes);
+            counter = store_row(row, target, shared.pull(slot), offset, bytes);
             ptx::bulk_commit();
             first += ptx::kWarpThreads;
             if (first >= num_rows) break;
             // More rows than lanes (top_k above 32): signalled at once.
             signal<0>();
-            if (block != kNoRow) ptx::red_relaxed_gpu_add(counter_of(block), 1u);
+            if (counter != kNoRow) ptx::red_relaxed_gpu_add(params.call.counters + counter, 1u);
             const int32_t at = first + static_cast<int32_t>(lane);
             row = at < num_rows ? static_cast<uint32_t>(params.call.units->rows[first_row + at]) : kNoRow;
         }
         if (slot == 0) signal<1>();
-        unsignalled.set(slot, block);
+        unsignalled.set(slot, counter);
         ptx::bulk_wait_read<1>();
         ptx::sync_warp();
     }
 };
 
 /// `column` of a pull's span is the number of its elements.
-MOK_DEVICE void record_pull(const MoeForwardParams& params, const PullBatch& batch, uint32_t row,
+MOK_DEVICE void record_pull(const MoeCallParams& params, const PullBatch& batch, uint32_t row,
                             uint64_t start) {
     const int64_t at = batch.index / kPullSlots;
     if (at >= params.spans.num_pulls) return;
@@ -249,9 +267,9 @@ MOK_DEVICE void record_pull(const MoeForwardParams& params, const PullBatch& bat
 }
 
 /// The whole warp.
-template <bool kTimeline>
-MOK_DEVICE bool run_pull_warp(const MoeForwardParams& params, const Shared& shared) {
-    Puller puller(params, shared);
+template <bool kBackward, bool kTimeline>
+MOK_DEVICE bool run_pull_warp(const MoeCallParams& params, const Shared& shared) {
+    Puller<kBackward> puller(params, shared);
     // What the ranks wrote before the barrier is read by another proxy.
     ptx::fence_proxy_async_global();
     constexpr uint32_t kAhead = kPullSlots - 1;  // loads in flight
@@ -274,8 +292,8 @@ MOK_DEVICE bool run_pull_warp(const MoeForwardParams& params, const Shared& shar
         }
         batch = next;
     }
-    if (!puller.deadline.expired) puller.signal<0>();
+    if (!puller.deadline.expired) puller.template signal<0>();
     return puller.deadline.expired;
 }
 
-}  // namespace mok::moe_forward_detail
+}  // namespace mok::moe_detail

@@ -6,44 +6,6 @@
 
 namespace mok::moe_forward_detail {
 
-/// The value that one counter of a task's wait must reach.
-MOK_DEVICE int32_t wait_target(const MoeForwardParams& params, const schedule::Task& task,
-                               const schedule::Wait& wait, int32_t index) {
-    if (wait.target != schedule::kFinal) return wait.target;
-    const schedule::ScheduleShape& shape = params.shape;
-    const schedule::Table& table = *params.call.table;
-    const int32_t block = index - schedule::counter_block(shape, task.shared, 0);
-    if (block >= task.begin && block < task.end) {  // the task's own rows: nothing to search
-        return schedule::block_final_value(shape, table, wait.counter, task.shared, task.expert, task.chunk,
-                                           block);
-    }
-    return schedule::final_value(shape, table, wait.counter, index);
-}
-
-/// The whole warp, 32 counters at a time. Returns the counter that was last found short, -1 if none was.
-MOK_DEVICE int32_t wait_for_operands(const MoeForwardParams& params, const schedule::Task& task,
-                                     uint32_t lane, ptx::Deadline& deadline) {
-    schedule::Wait waits[schedule::kMaxWaits];
-    if (params.shape.backward()) __builtin_unreachable();  // leaves its waits out of this kernel
-    const int32_t num_waits = schedule::task_waits(params.shape, task, waits);
-    int32_t waited_for = -1;
-    for (int32_t i = 0; i < num_waits; ++i) {
-        const schedule::Wait& wait = waits[i];
-        for (int32_t first = wait.first; first < wait.last; first += ptx::kWarpThreads) {
-            const int32_t index = first + static_cast<int32_t>(lane);
-            bool is_short = false;
-            if (index < wait.last) {
-                const uint32_t* counter = counter_address(params, wait.counter, index);
-                const uint32_t target = static_cast<uint32_t>(wait_target(params, task, wait, index));
-                is_short = ptx::ld_acquire_gpu(counter) < target;
-                if (is_short) ptx::wait_reached_acquire_gpu(counter, target, deadline);
-            }
-            if (ptx::any_lane(is_short)) waited_for = static_cast<int32_t>(wait.counter);
-        }
-    }
-    return waited_for;
-}
-
 MOK_DEVICE TileTask tile_task(const MoeForwardParams& params, const schedule::Task& task, int32_t id) {
     const schedule::ScheduleShape& shape = params.shape;
     const bool gate_up = task.kind == TaskKind::kGateUp;
@@ -84,7 +46,7 @@ MOK_DEVICE bool run_scheduler(const MoeForwardParams& params, const Shared& shar
         tile.kind = kExitTask;
         if (task.kind != TaskKind::kExit) {
             deadline.place = static_cast<uint32_t>(WaitPlace::kTask);
-            const int32_t waited_for = wait_for_operands(params, task, lane, deadline);
+            const int32_t waited_for = wait_for_operands<false>(params, task, lane, deadline);
             deadline.place = static_cast<uint32_t>(WaitPlace::kScheduler);
             tile = tile_task(params, task, static_cast<int32_t>(index));
             if constexpr (kTimeline) tile.flags |= (waited_for + 1) << kWaitedShift;

@@ -7,47 +7,6 @@
 
 namespace mok::moe_forward_detail {
 
-inline constexpr uint32_t kLaneRows = kPartRows / ptx::kWarpThreads;
-
-/// Where each lane's rows of a part go: null where a row is none.
-struct HomeRows {
-    char* row[kLaneRows];
-};
-
-/// The two loads are in flight until the addresses are used.
-MOK_DEVICE HomeRows home_rows(const MoeForwardParams& params, const TileTask& task, uint32_t part,
-                              uint32_t lane) {
-    HomeRows home{};
-    const int64_t row_bytes = params.shape.sizes.row_bytes;
-    const int64_t first = static_cast<int64_t>(task.row_block) * kTileM;
-#pragma unroll
-    for (uint32_t i = 0; i < kLaneRows; ++i) {
-        const uint32_t row = part * kPartRows + i * ptx::kWarpThreads + lane;
-        if (static_cast<int32_t>(row) >= task.valid_rows) continue;
-        if (is_shared(task)) {
-            home.row[i] = params.shared_rows + (first + row) * row_bytes;
-        } else {
-            const int64_t peer = ptx::load_global(params.call.row_peer + first + row);
-            const int64_t slot = ptx::load_global(params.call.row_slot + first + row);
-            home.row[i] = params.home_rows + (peer - params.rank) * params.window_stride + slot * row_bytes;
-        }
-    }
-    return home;
-}
-
-/// A down tile's rows, as far as the matrix is wide.
-MOK_DEVICE void store_rows(const MoeForwardParams& params, const TileTask& task, const HomeRows& home,
-                           uint32_t staging, uint32_t lane) {
-    const int64_t columns = params.shape.sizes.hidden - task.column;
-    const uint32_t bytes = 2 * static_cast<uint32_t>(columns < kTileN ? columns : kTileN);
-#pragma unroll
-    for (uint32_t i = 0; i < kLaneRows; ++i) {
-        if (home.row[i] == nullptr) continue;
-        const uint32_t source = staging + (i * ptx::kWarpThreads + lane) * kStagedRowBytes;
-        ptx::bulk_store(home.row[i] + 2 * static_cast<int64_t>(task.column), source, bytes);
-    }
-}
-
 /// gate and up of a part, staged side by side: lanes 0 and 1 store gate's boxes, 2 and 3 up's.
 MOK_DEVICE void store_gate_up(const MoeForwardParams& params, const TileTask& task, uint32_t part,
                               uint32_t staging, uint32_t lane) {

@@ -1,0 +1,193 @@
+// What the BF16 megakernels of both passes know of a call, and what their roles share.
+#pragma once
+
+#include "csrc/gemm/sm90_task.cuh"
+#include "csrc/kernels/task_span.h"
+#include "csrc/layout/wait_place.h"
+#include "csrc/schedule/prepared.h"
+
+namespace mok {
+
+struct MoeCallParams {
+    schedule::ScheduleShape shape;
+    schedule::PreparedCall call;
+    char* ring_x;           // [ring_rows, H]
+    char* ring_dout;        // [ring_rows, H]; backward
+    char* saved_x_rows;     // [save_rows, H]; forward, null where x is not saved
+    char* home_rows;        // [T K, H] in this rank's window; rank r's lies (r - rank) * window_stride behind
+    char* shared_rows;      // [T, H]: y or dx of the shared expert
+    int64_t window_stride;  // bytes
+    int32_t rank;
+    float limit;  // of the clamped activations
+    ptx::WaitLimits limits;
+    TaskSpans spans;
+};
+
+namespace moe_detail {
+
+using namespace sm90;
+using schedule::Counter;
+using schedule::TaskKind;
+
+/// TileTask::flags: this bit is both kernels'; from kWaitedShift on: 1 + the counter that was waited for.
+inline constexpr int32_t kShared = 1;
+inline constexpr int32_t kWaitedShift = 16;
+
+MOK_DEVICE bool is_shared(const TileTask& task) {
+    return (task.flags & kShared) != 0;
+}
+MOK_DEVICE bool is_kind(const TileTask& task, TaskKind kind) {
+    return task.kind == static_cast<int32_t>(kind);
+}
+/// Width of the task's expert: I or J.
+MOK_DEVICE int32_t inner_of(const MoeCallParams& params, const TileTask& task) {
+    const schedule::ScheduleSizes& sizes = params.shape.sizes;
+    return static_cast<int32_t>(is_shared(task) ? sizes.shared_intermediate : sizes.intermediate);
+}
+MOK_DEVICE int32_t hidden_of(const MoeCallParams& params) {
+    return static_cast<int32_t>(params.shape.sizes.hidden);
+}
+/// K steps of so many columns or rows.
+MOK_DEVICE int32_t steps_of(int32_t depth) {
+    return ceil_div(depth, static_cast<int32_t>(kTileK));
+}
+/// Where row block `block` lies in the ring.
+MOK_DEVICE int32_t ring_row(const schedule::ScheduleShape& shape, int32_t block) {
+    return block % shape.ring_blocks * shape.block_m;
+}
+
+MOK_DEVICE ptx::Deadline deadline_at(const MoeCallParams& params, WaitPlace place) {
+    return ptx::Deadline(params.limits, static_cast<uint32_t>(place));
+}
+
+// ---- counters
+
+/// One value of a counter.
+MOK_DEVICE uint32_t* counter_address(const MoeCallParams& params, Counter counter, int32_t index) {
+    const schedule::Table& table = *params.call.table;
+    int64_t begin = static_cast<int32_t>(counter < Counter::kSpanRead ? counter : Counter::kSpanRead) *
+                    schedule::counter_size(params.shape, table, Counter::kX);
+    if (counter == Counter::kAccumulator) begin += table.num_spans();
+    return params.call.counters + begin + index;
+}
+
+/// The value that one counter of a task's wait must reach.
+MOK_DEVICE int32_t wait_target(const MoeCallParams& params, const schedule::Task& task,
+                               const schedule::Wait& wait, int32_t index) {
+    if (wait.target != schedule::kFinal) return wait.target;
+    const schedule::ScheduleShape& shape = params.shape;
+    const schedule::Table& table = *params.call.table;
+    const int32_t block = index - schedule::counter_block(shape, task.shared, 0);
+    if (block >= task.begin && block < task.end) {  // the task's own rows: nothing to search
+        return schedule::block_final_value(shape, table, wait.counter, task.shared, task.expert, task.chunk,
+                                           block);
+    }
+    return schedule::final_value(shape, table, wait.counter, index);
+}
+
+/// The whole warp, 32 counters at a time. Returns the counter that was last found short, -1 if none was.
+template <bool kBackward>
+MOK_DEVICE int32_t wait_for_operands(const MoeCallParams& params, const schedule::Task& task, uint32_t lane,
+                                     ptx::Deadline& deadline) {
+    schedule::Wait waits[schedule::kMaxWaits];
+    if (params.shape.backward() != kBackward) __builtin_unreachable();  // leaves out the other pass's waits
+    const int32_t num_waits = schedule::task_waits(params.shape, task, waits);
+    int32_t waited_for = -1;
+    for (int32_t i = 0; i < num_waits; ++i) {
+        const schedule::Wait& wait = waits[i];
+        for (int32_t first = wait.first; first < wait.last; first += ptx::kWarpThreads) {
+            const int32_t index = first + static_cast<int32_t>(lane);
+            bool is_short = false;
+            if (index < wait.last) {
+                const uint32_t* counter = counter_address(params, wait.counter, index);
+                const uint32_t target = static_cast<uint32_t>(wait_target(params, task, wait, index));
+                is_short = ptx::ld_acquire_gpu(counter) < target;
+                if (is_short) ptx::wait_reached_acquire_gpu(counter, target, deadline);
+            }
+            if (ptx::any_lane(is_short)) waited_for = static_cast<int32_t>(wait.counter);
+        }
+    }
+    return waited_for;
+}
+
+// ---- where the rows of a task come from and go to
+
+/// The route of a row of the plan.
+struct Route {
+    int32_t peer, slot;
+};
+MOK_DEVICE Route route_of(const MoeCallParams& params, int64_t row) {
+    return {ptx::load_global(params.call.row_peer + row), ptx::load_global(params.call.row_slot + row)};
+}
+
+/// What lies at `own` in this rank's window, in `peer`'s.
+template <typename T>
+MOK_DEVICE T* in_window(const MoeCallParams& params, T* own, int32_t peer) {
+    const int64_t offset = static_cast<int64_t>(peer - params.rank) * params.window_stride;
+    return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(own) + static_cast<uintptr_t>(offset));
+}
+
+inline constexpr uint32_t kLaneRows = kPartRows / ptx::kWarpThreads;
+
+/// Where each lane's rows of a part go: null where a row is none.
+struct HomeRows {
+    char* row[kLaneRows];
+};
+
+/// The loads are in flight until the addresses are used.
+MOK_DEVICE HomeRows home_rows(const MoeCallParams& params, const TileTask& task, uint32_t part,
+                              uint32_t lane) {
+    HomeRows home{};
+    const int64_t row_bytes = params.shape.sizes.row_bytes;
+    const int64_t first = static_cast<int64_t>(task.row_block) * kTileM;
+#pragma unroll
+    for (uint32_t i = 0; i < kLaneRows; ++i) {
+        const uint32_t row = part * kPartRows + i * ptx::kWarpThreads + lane;
+        if (static_cast<int32_t>(row) >= task.valid_rows) continue;
+        if (is_shared(task)) {
+            home.row[i] = params.shared_rows + (first + row) * row_bytes;
+        } else {
+            const Route route = route_of(params, first + row);
+            home.row[i] = in_window(params, params.home_rows, route.peer) + route.slot * row_bytes;
+        }
+    }
+    return home;
+}
+
+/// A tile's staged rows of H columns, as far as the matrix is wide, to their homes.
+MOK_DEVICE void store_rows(const MoeCallParams& params, const TileTask& task, const HomeRows& home,
+                           uint32_t staging, uint32_t lane) {
+    const int64_t columns = params.shape.sizes.hidden - task.column;
+    const uint32_t bytes = 2 * static_cast<uint32_t>(columns < kTileN ? columns : kTileN);
+#pragma unroll
+    for (uint32_t i = 0; i < kLaneRows; ++i) {
+        if (home.row[i] == nullptr) continue;
+        const uint32_t source = staging + (i * ptx::kWarpThreads + lane) * kStagedRowBytes;
+        ptx::bulk_store(home.row[i] + 2 * static_cast<int64_t>(task.column), source, bytes);
+    }
+}
+
+// ---- the time line
+
+/// One thread of the block, when the operands of a tile are there; nothing stays in registers until its end.
+MOK_DEVICE void record_start(const MoeCallParams& params, const TileTask& task) {
+    if (task.id >= params.spans.num_tasks) return;
+    TaskSpan& span = params.spans.tasks[task.id];
+    ptx::store_global(&span.kind, task.kind);
+    ptx::store_global(&span.shared, task.flags & kShared);
+    ptx::store_global(&span.cta, static_cast<int32_t>(ptx::block_idx()));
+    ptx::store_global(&span.row_block, task.row_block);
+    ptx::store_global(&span.column, task.column);
+    ptx::store_global(&span.waited_for, (task.flags >> kWaitedShift) - 1);
+    ptx::store_global(&span.start, ptx::timer_ns());
+}
+
+MOK_DEVICE void record_end(const MoeCallParams& params, const TileTask& task) {
+    if (task.id < params.spans.num_tasks) {
+        ptx::store_global(&params.spans.tasks[task.id].end, ptx::timer_ns());
+    }
+}
+
+}  // namespace moe_detail
+
+}  // namespace mok
