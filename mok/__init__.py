@@ -14,12 +14,17 @@ _EXPORTS = {
     "PeerAbortedError": "errors",
     "PeerTimeoutError": "errors",
     "WorkspaceClosedError": "errors",
+    "average_gradients": "gradients",
+    "clip_grad_norm_": "gradients",
+    "exclude_experts_from_ddp": "gradients",
+    "expert_parameters": "gradients",
     "moe": "ops",
+    "scale_expert_gradients": "gradients",
     "simulate": "simulation",
     "symm_empty": "workspace",
 }
 _PURE_SUBMODULES = ("errors", "reference", "router", "simulation", "timeline")
-_NATIVE_SUBMODULES = ("experts", "functional", "layer", "ops", "workspace")
+_NATIVE_SUBMODULES = ("experts", "functional", "gradients", "layer", "ops", "workspace")
 
 __all__ = ["__version__", "reference", *_EXPORTS]
 

@@ -8,18 +8,34 @@ import math
 import torch
 from torch import Tensor, nn
 
+from mok import ops
 from mok.router import no_autocast
 
 
 class Experts(nn.Module):
-    """This rank's expert weights: w_gate, w_up [E/R, I, H], w_down [E/R, H, I], biases or None."""
+    """This rank's expert weights: w_gate, w_up [E/R, I, H], w_down [E/R, H, I], biases or None.
+
+    With R > 1 they carry `allreduce = False`, which is how Megatron knows parameters that are no
+    copies of another rank's.
+    """
 
     def __init__(
-        self, num_experts, first_expert, hidden_size, intermediate_size, bias, device, dtype
+        self,
+        num_experts,
+        first_expert,
+        hidden_size,
+        intermediate_size,
+        bias,
+        device,
+        dtype,
+        group_name=None,
+        num_ranks=1,
     ):
         super().__init__()
         self.num_experts = num_experts
         self.first_expert = first_expert
+        self.group_name = group_name
+        self.num_ranks = num_ranks
 
         def parameter(*shape):
             return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
@@ -30,7 +46,37 @@ class Experts(nn.Module):
         self.register_parameter("b_gate", parameter(intermediate_size) if bias else None)
         self.register_parameter("b_up", parameter(intermediate_size) if bias else None)
         self.register_parameter("b_down", parameter(hidden_size) if bias else None)
+        self._mark()
         self.reset_parameters()
+
+    def forward(self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, **options):
+        """`mok.moe` with these weights: a module's call, so that hooks (FSDP's) see their use."""
+        return ops.moe(
+            x_TH,
+            topk_ids_TK,
+            topk_weights_TK,
+            self.w_gate,
+            self.w_up,
+            self.w_down,
+            b_gate=self.b_gate,
+            b_up=self.b_up,
+            b_down=self.b_down,
+            **options,
+        )
+
+    def _mark(self) -> None:
+        if self.num_ranks > 1:
+            for parameter in self.parameters():
+                parameter.allreduce = False
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._mark()  # `to_empty` and the like make new parameters
+        return self
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)
+        self._mark()  # nor do copies and pickles of a parameter keep its attributes
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

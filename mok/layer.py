@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mok import _group, ops
+from mok import _group
 from mok._contract import activation_limit
 from mok.experts import Experts, SharedExpert, SharedExpertGate
 from mok.router import (
@@ -44,8 +44,8 @@ class MoELayer(nn.Module):
 
     Parameters: `router.weight`, `experts.w_gate|w_up|w_down|b_gate|b_up|b_down`,
     `shared.w_gate|w_up|w_down`, `shared_gate.weight`. Expert parameters differ between ranks and
-    already hold the gradient of all ranks' tokens: exclude `experts` from data-parallel averaging
-    over the group. The others hold the gradient of this rank's tokens and are averaged as usual.
+    already hold the gradient of all ranks' tokens; the others hold that of this rank's tokens.
+    `mok.average_gradients` makes a mean of both (docs/training.md has DDP and FSDP2).
 
     The module holds settings and names only. The memory between ranks belongs to the group's
     workspace (`mok.workspace`), so `.to()`, deepcopy, pickling and state_dict leave it alone.
@@ -163,7 +163,15 @@ class MoELayer(nn.Module):
         self.router = router
         num_local = num_experts // num_ranks
         self.experts = Experts(
-            num_local, rank * num_local, hidden_size, intermediate_size, bias, device, dtype
+            num_local,
+            rank * num_local,
+            hidden_size,
+            intermediate_size,
+            bias,
+            device,
+            dtype,
+            self._group_name,
+            num_ranks,
         )
         self.shared = self.shared_gate = None
         if shared_intermediate_size is not None:
@@ -215,15 +223,9 @@ class MoELayer(nn.Module):
         max_tokens = self._agreed_max_tokens(x_TH)
         name = self._group_name
         shared = self.shared
-        out_TH = ops.moe(
+        out_TH = self.experts(
             x_TH,
             *routing,
-            self.experts.w_gate,
-            self.experts.w_up,
-            self.experts.w_down,
-            b_gate=self.experts.b_gate,
-            b_up=self.experts.b_up,
-            b_down=self.experts.b_down,
             shared=None if shared is None else (shared.w_gate, shared.w_up, shared.w_down),
             shared_weight_T=shared_weight_T,
             activation=self.activation,
