@@ -78,6 +78,7 @@ struct RunOptions {
     /// When nothing can move, time passes until a bounded wait expires, instead of ending in a deadlock.
     bool time_outs = false;
     bool keep_log = false;
+    bool collect_sites = false;  // for mutation
     uint64_t max_steps = 400'000'000;
     LeftOut left_out;  // mutation; line 0: nothing
 };

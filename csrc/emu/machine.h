@@ -71,7 +71,6 @@ uint32_t block_idx();
 uint32_t num_blocks();
 uint32_t cluster_rank();
 uint32_t cluster_blocks();
-uint32_t sm_idx();
 /// Virtual nanoseconds: they advance with every scheduling step, and jump when waits are to time out.
 uint64_t timer_ns();
 
