@@ -169,8 +169,8 @@ __global__ void ptx_deadline_kernel(const __grid_constant__ PtxTestParams params
     ptx::sync_block();
     ptx::Deadline deadline(params.limits, ptx_test_detail::kWaitPlace);
     deadline.peer = 3;
+    const uint32_t warp = ptx::warp_idx();
     if (ptx::lane_idx() == 0) {
-        const uint32_t warp = ptx::warp_idx();
         const uint64_t begin = ptx::timer_ns();
         const bool in_time = warp == 0 ? ptx::mbar_wait(barrier, 0, deadline)
                                        : ptx::wait_reached_acquire_gpu(flag, 41, deadline);
