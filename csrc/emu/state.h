@@ -124,10 +124,11 @@ struct WarpFenceMark {
 struct Accumulators {
     static constexpr uint32_t kMaxColumns = 256;
 
-    alignas(64) float d[16][kMaxColumns];
+    alignas(64) float d[16 * kMaxColumns];  // 16 rows of `columns`
     uint32_t columns = 0;
     float* registers[kLanes] = {};
-    uint32_t num_live = 0;  // lanes
+    uint32_t num_live = 0;   // lanes
+    bool is_in_use = false;  // by a wgmma since they were handed over
 };
 
 struct QueuedWgmma {

@@ -17,12 +17,10 @@ WgmmaQueue& queue_of(Warp& warp) {
     return *warp.wgmma;
 }
 
-// Register i of a lane, as csrc/ptx/device/wgmma.cuh has it.
-uint32_t row_of(uint32_t lane, uint32_t i) {
-    return lane / 4 + 8 * (i / 2 % 2);
-}
-uint32_t column_of(uint32_t lane, uint32_t i) {
-    return 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+/// Where register i of a lane lies in the warp's rows (csrc/ptx/device/wgmma.cuh has the layout).
+uint32_t place_of(uint32_t lane, uint32_t i, uint32_t columns) {
+    const uint32_t row = lane / 4 + 8 * (i / 2 % 2), column = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+    return row * columns + column;
 }
 
 bool is_poison(const float* registers, uint32_t count) {
@@ -61,10 +59,6 @@ Accumulators& hand_over(Warp& warp, uint32_t lane, float* registers, uint32_t co
         }
         return *candidate;
     }
-    if (!queue.is_fenced) {
-        fail(ErrorKind::kUsage,
-             "takes accumulators that ordinary code has written since the last wgmma_fence");
-    }
     Accumulators& taken = shared != nullptr ? *shared : free_accumulators(queue);
     if (taken.registers[lane] != nullptr) {
         fail(ErrorKind::kDiverged, "has other accumulators than the lanes before");
@@ -72,7 +66,7 @@ Accumulators& hand_over(Warp& warp, uint32_t lane, float* registers, uint32_t co
     taken.columns = columns;
     taken.registers[lane] = registers;
     ++taken.num_live;
-    for (uint32_t i = 0; i < columns / 2; ++i) taken.d[row_of(lane, i)][column_of(lane, i)] = registers[i];
+    for (uint32_t i = 0; i < columns / 2; ++i) taken.d[place_of(lane, i, columns)] = registers[i];
     std::memset(registers, kPoison, columns / 2 * sizeof(float));
     return taken;
 }
@@ -86,11 +80,12 @@ void give_back(Accumulators& accumulators) {
                  text("ends a wgmma whose accumulators lane %u has written meanwhile", lane));
         }
         for (uint32_t i = 0; i < accumulators.columns / 2; ++i) {
-            registers[i] = accumulators.d[row_of(lane, i)][column_of(lane, i)];
+            registers[i] = accumulators.d[place_of(lane, i, accumulators.columns)];
         }
         accumulators.registers[lane] = nullptr;
     }
     accumulators.num_live = 0;
+    accumulators.is_in_use = false;
 }
 
 /// All lanes have come: the operation may read its operands from now on.
@@ -98,6 +93,12 @@ void enqueue(const Wgmma& op) {
     Warp& warp = *machine->current->warp;
     Block& block = *warp.block;
     WgmmaQueue& queue = *warp.wgmma;
+    Accumulators& accumulators = *warp.deposits.front().accumulators;
+    if (!accumulators.is_in_use && !queue.is_fenced) {
+        fail(ErrorKind::kUsage,
+             "takes accumulators that ordinary code has written since the last wgmma_fence");
+    }
+    accumulators.is_in_use = true;
     if (queue.component < 0) queue.component = static_cast<int>(new_component());
     if (queue.record == nullptr) queue.record = &new_record(warp.lanes[0], queue.component);
     SharedRange ranges[2];
@@ -112,7 +113,7 @@ void enqueue(const Wgmma& op) {
         }
         block.shadow.access_wgmma(warp, range.begin, range.end, *queue.record);
     }
-    queue.ops.push_back({op, queue.group, warp.deposits.front().accumulators, false});
+    queue.ops.push_back({op, queue.group, &accumulators, false});
     if (queue.is_listed) return;
     queue.is_listed = true;
     machine->multiplying.push_back(&warp);
@@ -168,7 +169,7 @@ void step_wgmma(Warp& warp) {
     WgmmaQueue& queue = *warp.wgmma;
     const auto op = std::find_if(queue.ops.begin(), queue.ops.end(),
                                  [](const QueuedWgmma& candidate) { return !candidate.is_done; });
-    op->op.compute(op->op, warp.idx % kWarpgroupWarps, warp.block->shared, &op->accumulators->d[0][0]);
+    op->op.compute(op->op, warp.idx % kWarpgroupWarps, warp.block->shared, op->accumulators->d);
     op->is_done = true;
     ++machine->result.stats.wgmmas;
     note_progress();
