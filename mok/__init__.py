@@ -20,11 +20,23 @@ _EXPORTS = {
     "expert_parameters": "gradients",
     "moe": "ops",
     "scale_expert_gradients": "gradients",
+    "shard_experts": "checkpoint",
     "simulate": "simulation",
+    "swap_moe_layers": "swap",
     "symm_empty": "workspace",
 }
 _PURE_SUBMODULES = ("errors", "reference", "router", "simulation", "timeline")
-_NATIVE_SUBMODULES = ("experts", "functional", "gradients", "layer", "ops", "workspace")
+_NATIVE_SUBMODULES = (
+    "checkpoint",
+    "convert",
+    "experts",
+    "functional",
+    "gradients",
+    "layer",
+    "ops",
+    "swap",
+    "workspace",
+)
 
 __all__ = ["__version__", "reference", *_EXPORTS]
 

@@ -46,7 +46,7 @@ class Experts(nn.Module):
         self.register_parameter("b_gate", parameter(intermediate_size) if bias else None)
         self.register_parameter("b_up", parameter(intermediate_size) if bias else None)
         self.register_parameter("b_down", parameter(hidden_size) if bias else None)
-        self._mark()
+        self.mark()
         self.reset_parameters()
 
     def forward(self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, **options):
@@ -64,19 +64,20 @@ class Experts(nn.Module):
             **options,
         )
 
-    def _mark(self) -> None:
+    def mark(self) -> None:
+        """Sets the attributes of the parameters; for who replaces them."""
         if self.num_ranks > 1:
             for parameter in self.parameters():
                 parameter.allreduce = False
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        self._mark()  # `to_empty` and the like make new parameters
+        self.mark()  # `to_empty` and the like make new parameters
         return self
 
     def __setstate__(self, state) -> None:
         super().__setstate__(state)
-        self._mark()  # nor do copies and pickles of a parameter keep its attributes
+        self.mark()  # nor do copies and pickles of a parameter keep its attributes
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mok import _group
 from mok.experts import Experts
@@ -157,7 +156,7 @@ def _device_of(by_place: dict[tuple, list[Tensor]]) -> torch.device:
 
 def _place_of(parameter: nn.Parameter, expert_group: str | None) -> tuple:
     """(mesh, placements, group name): the ranks that hold other parts, or nothing of it."""
-    if not isinstance(parameter, DTensor):
+    if not _is_dtensor(parameter):
         return None, (), expert_group
     mesh = parameter.device_mesh
     if expert_group is not None:
@@ -170,12 +169,17 @@ def _place_of(parameter: nn.Parameter, expert_group: str | None) -> tuple:
 def _groups_of(place: tuple) -> list[dist.ProcessGroup]:
     """The groups over which a norm has to be summed: none for what all ranks hold alike."""
     mesh, placements, expert_group = place
-    groups = [mesh.get_group(dim) for dim, part in enumerate(placements) if part.is_shard()]
+    groups = [mesh.get_group(dim) for dim, part in enumerate(placements) if not part.is_replicate()]
     return groups if expert_group is None else [*groups, _group.resolve_group(expert_group)]
 
 
+def _is_dtensor(tensor: Tensor) -> bool:
+    """Without importing DTensor, which takes a second."""
+    return hasattr(tensor, "to_local")
+
+
 def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return gradient.to_local() if _is_dtensor(gradient) else gradient
 
 
 def _spread_experts(model: nn.Module) -> list[tuple[str, Experts]]:
