@@ -1,10 +1,12 @@
 #include "csrc/comm/device_comm.h"
 
+#include <stdexcept>
 #include <vector>
 
 #include "csrc/comm/errors.h"
 #include "csrc/comm/peer_comm.h"
 #include "csrc/comm/shared_memory.h"
+#include "csrc/layout/call_header.h"
 #include "csrc/layout/check.h"
 
 namespace mok {
@@ -39,7 +41,8 @@ void DeviceComm::check() {
     const std::lock_guard lock(mutex_);
     read_record();
     if (error_.empty()) return;
-    if (error_is_timeout_) throw PeerTimeout(error_);
+    if (kind_ == Error::kTimeout) throw PeerTimeout(error_);
+    if (kind_ == Error::kMismatch) throw std::invalid_argument(error_);
     throw PeerAborted(error_);
 }
 
@@ -61,6 +64,7 @@ bool DeviceComm::ended() {
 void DeviceComm::read_record() {
     if (!error_.empty()) return;
     if (shared::load_acquire(record_->complete) != 0) {
+        if (static_cast<FatalKind>(record_->told.kind) == FatalKind::kMismatch) return describe_difference();
         if (record_->by == group_.rank) return describe_expired();
         return describe_told(record_->told, record_->by, record_->phase);
     }
@@ -89,9 +93,16 @@ void DeviceComm::describe_told(const FatalRecord& told, int by, uint32_t phase) 
                         ") and gave up; this rank was too slow or stopped (MOK_TIMEOUT_S sets the time).");
         return;
     }
-    error_is_timeout_ = true;
+    kind_ = Error::kTimeout;
     error_ = concat("rank ", group_.rank, " was told by rank ", by, " that ", name_ranks(blamed),
                     " did not arrive in ", where, " (epoch ", told.call, ") within ", waited, ".");
+}
+
+void DeviceComm::describe_difference() {
+    kind_ = Error::kMismatch;
+    error_ = describe_mismatch(record_->headers[0], group_.rank, record_->headers[1], record_->by);
+    if (!error_.empty()) error_.pop_back();  // the full stop
+    error_ += concat(kUnusable, ".");
 }
 
 void DeviceComm::describe_expired() {
@@ -104,7 +115,7 @@ void DeviceComm::describe_expired() {
     }
     // A rank that arrived while this one was giving up.
     if (blamed.empty()) return describe_wait();
-    error_is_timeout_ = true;
+    kind_ = Error::kTimeout;
     error_ = concat(
         "rank ", group_.rank, " waited ", seconds_text(static_cast<double>(record_->wait.waited_ns) / 1e9),
         " in ", name_phase(record_->phase), " for ", name_ranks(blamed), " (expected epoch ", record_->epoch,
@@ -118,7 +129,7 @@ void DeviceComm::describe_wait() {
     const std::string whom = wait.peer >= 0
                                  ? concat("for rank ", wait.peer)
                                  : std::string("for other blocks of its own GPU, which did not all run");
-    error_is_timeout_ = true;
+    kind_ = Error::kTimeout;
     error_ = concat("rank ", group_.rank, " waited ", seconds_text(static_cast<double>(wait.waited_ns) / 1e9),
                     " ", whom, " (wait ", wait.place, " of block ", wait.block, ", expected ", wait.expected,
                     ", saw ", wait.seen,

@@ -23,8 +23,9 @@ class DeviceComm {
     void set_timeout(double seconds) { timeout_ = seconds; }
     double timeout() const { return timeout_; }
 
-    /// Throws what has ended the workspace, here or at a peer: PeerTimeout or PeerAborted. To be called
-    /// before any CUDA call of a mok function.
+    /// Throws what has ended the workspace, here or at a peer: PeerTimeout, PeerAborted, or
+    /// std::invalid_argument where the ranks' calls differed. To be called before any CUDA call of a mok
+    /// function.
     void check();
     /// From now on check() throws PeerAborted with this rank's own reason, unless something else ended it
     /// before.
@@ -35,14 +36,16 @@ class DeviceComm {
     void read_record();
     void describe_told(const FatalRecord& told, int by, uint32_t phase);
     void describe_expired();
+    void describe_difference();
     void describe_wait();
 
     PeerGroup group_;
     PeerRecord* record_;
     double timeout_ = 0;
     std::mutex mutex_;
+    enum class Error { kAborted, kTimeout, kMismatch };
     std::string error_;
-    bool error_is_timeout_ = false;
+    Error kind_ = Error::kAborted;
 };
 
 }  // namespace mok

@@ -4,7 +4,8 @@
 // One warp takes 512 bytes of one token's columns at a time: each lane has 16 bytes of kBatch rows in flight
 // before it uses the first, and the ids and weights of the warp's next piece are loaded meanwhile. Pieces of
 // a token lie side by side in neighbouring warps. Rows are read once, so they leave L2 first. A choice that
-// is no route is neither read nor multiplied. Everything read was written before the kernel began.
+// is no route is neither read nor multiplied. Everything read was written before the kernel began, unless the
+// workspace has ended: then warps leave.
 #pragma once
 
 #include "csrc/layout/types.h"
@@ -26,6 +27,7 @@ struct WeightedSumParams {
     uint32_t top_k;
     uint32_t hidden;
     uint32_t pieces_per_token;  // ceil(hidden * sizeof(T) / kPieceBytes)
+    const uint32_t* expired;    // non-zero: leave; nullptr: never
 };
 
 inline constexpr uint32_t kWeightedSumThreads = 256;
@@ -104,6 +106,7 @@ __global__ void __launch_bounds__(kWeightedSumThreads, kWeightedSumBlocksPerSm)
     uint32_t token = first_piece / params.pieces_per_token;
     uint32_t piece = first_piece % params.pieces_per_token;
     Choice next = load_choice(params, token, 0, lane);
+    if (params.expired != nullptr && ptx::any_lane(ptx::ld_relaxed_gpu(params.expired) != 0)) return;
 
     while (token < params.tokens) {
         uint32_t next_token = token + token_step;

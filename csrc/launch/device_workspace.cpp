@@ -6,6 +6,9 @@
 
 #include "csrc/launch/error.h"
 #include "csrc/launch/peer_barrier.h"
+#include "csrc/launch/prepare.h"
+#include "csrc/launch/stream_order.h"
+#include "csrc/launch/weighted_sum.h"
 #include "csrc/layout/check.h"
 #include "csrc/symm/registry.h"
 
@@ -22,11 +25,6 @@ std::shared_ptr<void> enter(Workspace& workspace) {
     return workspace.heap->device_mapping()->make_current();
 }
 
-bool is_capturing(cudaStream_t stream) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone;
-}
-
 /// On a stream of its own, behind nothing.
 void end_now(const PeerGroup& group, const std::string& reason) {
     cudaStream_t stream = nullptr;
@@ -41,6 +39,8 @@ void prepare_device_workspace(Workspace& workspace) {
     const std::lock_guard lock(workspace.mutex);
     const std::shared_ptr<void> current = enter(workspace);
     load_peer_kernels();
+    load_prepare_kernels();
+    load_weighted_sum();
 }
 
 void device_barrier(Workspace& workspace, PeerPhase phase, void* stream) {

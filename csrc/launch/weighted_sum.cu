@@ -8,6 +8,11 @@
 
 namespace mok::launch {
 
+void load_weighted_sum() {
+    load_kernel("loading mok's weighted sum", weighted_sum_kernel<bf16>);
+    load_kernel("loading mok's weighted sum", weighted_sum_kernel<float>);
+}
+
 void launch_weighted_sum(const WeightedSum& sum, void* stream) {
     MOK_CHECK(sum.hidden >= 8 && sum.hidden % 8 == 0, "hidden_size = ", sum.hidden,
               ": must be a positive multiple of 8.");
@@ -32,6 +37,7 @@ void launch_weighted_sum(const WeightedSum& sum, void* stream) {
     params.top_k = static_cast<uint32_t>(sum.top_k);
     params.hidden = static_cast<uint32_t>(sum.hidden);
     params.pieces_per_token = static_cast<uint32_t>(pieces);
+    params.expired = sum.expired;
 
     constexpr int64_t kWarps = kWeightedSumThreads / ptx::kWarpThreads;
     const int64_t resident = int64_t{num_multiprocessors()} * kWeightedSumBlocksPerSm;

@@ -23,7 +23,11 @@ struct WeightedSum {
     int64_t rows_stride;
     int64_t shared_stride;
     int64_t out_stride;
+    const uint32_t* expired = nullptr;  // WaitLimits::expired: once set, nothing is read or written
 };
+
+/// Makes the kernels resident on the current device.
+void load_weighted_sum();
 
 /// Launches on `stream` (a cudaStream_t) and returns at once. Throws std::invalid_argument and CudaError.
 void launch_weighted_sum(const WeightedSum& sum, void* stream);

@@ -4,17 +4,19 @@
 
 #if defined(MOK_WITH_CUDA)
 
+#include <algorithm>
 #include <cstring>
 
 #include "csrc/layout/check.h"
 #include "csrc/symm/device_memory.h"
+#include "csrc/symm/scratch.h"
 
 namespace mok {
 namespace {
 
 class CudaMapping final : public DeviceMapping {
   public:
-    CudaMapping(std::unique_ptr<CudaContext> context, const ShareKinds& kinds, int rank, int num_ranks,
+    CudaMapping(std::shared_ptr<CudaContext> context, const ShareKinds& kinds, int rank, int num_ranks,
                 int64_t stride)
         : DeviceMapping(stride, num_ranks),
           context_(std::move(context)),
@@ -77,8 +79,14 @@ class CudaMapping final : public DeviceMapping {
             if (kinds_.fabric) offer_.fabric = export_fabric(*context_, own_, who_);
         }
         // Before the address is published: a peer may write as soon as it has mapped the window.
+        if (poison_requested()) zero_bytes = std::min(zero_bytes, control_block_bytes(num_windows_));
         for (int window = 0; window < num_windows_; ++window) {
             if (rank_ != kAllRanks && window != rank_) continue;
+            if (poison_requested()) {
+                check(driver.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(this->window(window)), 0xff,
+                                             static_cast<size_t>(stride_), stream_),
+                      "poison its window");
+            }
             check(driver.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(this->window(window)), 0,
                                          static_cast<size_t>(zero_bytes), stream_),
                   "zero its window");
@@ -141,6 +149,17 @@ class CudaMapping final : public DeviceMapping {
                                        stream_),
               "read a window");
         check(driver.cuStreamSynchronize(stream_), "read a window");
+    }
+
+    std::shared_ptr<void> allocate(int64_t bytes) override {
+        const CudaContext::Scope scope(*context_);
+        CUdeviceptr memory = 0;
+        const CUresult result = context_->driver().cuMemAlloc(&memory, static_cast<size_t>(bytes));
+        if (result != CUDA_SUCCESS) throw_no_device_memory(*context_, who_, bytes, result);
+        return std::shared_ptr<void>(reinterpret_cast<void*>(memory), [context = context_](void* pointer) {
+            const CudaContext::Scope scope(*context);
+            if (scope) context->driver().cuMemFree(reinterpret_cast<CUdeviceptr>(pointer));
+        });
     }
 
     void synchronize() override {
@@ -212,7 +231,7 @@ class CudaMapping final : public DeviceMapping {
         }
     }
 
-    std::unique_ptr<CudaContext> context_;
+    std::shared_ptr<CudaContext> context_;
     ShareKinds kinds_;
     int rank_;
     std::vector<bool> mapped_;
@@ -229,7 +248,7 @@ class CudaMapping final : public DeviceMapping {
 
 std::shared_ptr<DeviceMapping> create_device_mapping(int device, int rank, int num_ranks, int64_t bytes,
                                                      int64_t zero_bytes) {
-    auto context = std::make_unique<CudaContext>(device);
+    auto context = std::make_shared<CudaContext>(device);
     const bool is_shared = num_ranks > 1 && rank != kAllRanks;
     const std::string who = rank == kAllRanks ? std::string("this process") : concat("rank ", rank);
     const ShareKinds kinds = num_ranks > 1 ? choose_kinds(*context, who, is_shared) : ShareKinds{};

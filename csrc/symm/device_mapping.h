@@ -39,6 +39,9 @@ class DeviceMapping : public Mapping {
     /// All windows are mapped: what only this rank needed for that is given back.
     virtual void finish() = 0;
 
+    /// Memory of this device for this process alone; given back with the last reference, when the device has
+    /// done what was launched by then. Throws HeapError.
+    virtual std::shared_ptr<void> allocate(int64_t bytes) = 0;
     /// Ends when the device has done all that was launched on it so far, or is lost.
     virtual void synchronize() = 0;
     /// This device's context is the thread's current one while the object lives.
@@ -57,7 +60,8 @@ class DeviceMapping : public Mapping {
 inline constexpr int kAllRanks = -1;
 
 /// The windows of num_ranks ranks on GPU `device`, `bytes` each and rounded up, of which the own one has
-/// memory, with its first zero_bytes zero. Throws HeapError, one sentence on what is missing.
+/// memory, with its first zero_bytes zero (with poison_requested(), no more than the control block is).
+/// Throws HeapError, one sentence on what is missing.
 std::shared_ptr<DeviceMapping> create_device_mapping(int device, int rank, int num_ranks, int64_t bytes,
                                                      int64_t zero_bytes);
 

@@ -33,25 +33,51 @@ void require_open(const Workspace& workspace) {
     }
 }
 
-}  // namespace
-
-std::shared_ptr<Workspace> create_workspace(const WorkspaceSpec& spec) {
+std::shared_ptr<Workspace> make_workspace(const WorkspaceSpec& spec) {
     auto workspace = std::make_shared<Workspace>();
     workspace->name = spec.name;
     workspace->max_tokens = spec.max_tokens;
     workspace->hidden = spec.hidden;
     workspace->top_k = spec.top_k;
     workspace->dtype = spec.dtype;
-    int64_t fixed_bytes = 1;  // one rank passes its tensors by pointer: the heap is its arena
-    if (spec.device != kHostDevice) fixed_bytes = PeerComm::control_bytes(spec.num_ranks);
     if (spec.num_ranks > 1) {
         workspace->layout = window_layout(PeerComm::control_bytes(spec.num_ranks), spec.max_tokens,
                                           spec.top_k, spec.hidden, spec.dtype);
-        fixed_bytes = workspace->layout.bytes;
     }
-    workspace->heap =
-        std::make_unique<SymmHeap>(spec.rank, spec.num_ranks, fixed_bytes, spec.arena_bytes, spec.device);
     return workspace;
+}
+
+/// One rank passes its tensors by pointer: its heap is the arena, and on a GPU the control block.
+int64_t fixed_bytes(const WorkspaceSpec& spec, const Workspace& workspace) {
+    if (spec.num_ranks > 1) return workspace.layout.bytes;
+    return spec.device == kHostDevice ? 1 : PeerComm::control_bytes(spec.num_ranks);
+}
+
+}  // namespace
+
+std::shared_ptr<Workspace> create_workspace(const WorkspaceSpec& spec) {
+    std::shared_ptr<Workspace> workspace = make_workspace(spec);
+    workspace->heap = std::make_shared<SymmHeap>(spec.rank, spec.num_ranks, fixed_bytes(spec, *workspace),
+                                                 spec.arena_bytes, spec.device);
+    return workspace;
+}
+
+std::vector<std::shared_ptr<Workspace>> create_virtual_workspaces(const WorkspaceSpec& spec,
+                                                                  uint32_t multiprocessors) {
+    std::vector<std::shared_ptr<Workspace>> workspaces;
+    for (int rank = 0; rank < spec.num_ranks; ++rank) {
+        workspaces.push_back(make_workspace(spec));
+        workspaces.back()->name += concat("/", rank);
+        workspaces.back()->most_blocks = multiprocessors / static_cast<uint32_t>(spec.num_ranks);
+    }
+    const std::vector<std::shared_ptr<SymmHeap>> heaps = SymmHeap::create_virtual(
+        spec.num_ranks, fixed_bytes(spec, *workspaces[0]), spec.arena_bytes, spec.device);
+    for (int rank = 0; rank < spec.num_ranks; ++rank) {
+        workspaces[static_cast<size_t>(rank)]->heap = heaps[static_cast<size_t>(rank)];
+        workspaces[static_cast<size_t>(rank)]->device_comm =
+            make_device_comm(*heaps[static_cast<size_t>(rank)]);
+    }
+    return workspaces;
 }
 
 void connect_workspace(Workspace& workspace, const std::vector<std::string>& addresses, double timeout_s) {
@@ -127,6 +153,8 @@ std::vector<int> close_workspace(Workspace& workspace, double seconds) {
     std::vector<int> missing;
     if (workspace.comm) missing = workspace.comm->close(seconds);
     if (workspace.device_comm && seconds <= 0) end_device_waits(*workspace.heap);
+    workspace.launch_state.reset();
+    workspace.device_scratch.release();
     if (workspace.heap) workspace.heap->close();
     workspace.scratch.release();
     return missing;

@@ -27,6 +27,10 @@ struct WorkspaceSpec {
 
 /// Allocates this rank's window; neither connected nor registered. Throws HeapError.
 std::shared_ptr<Workspace> create_workspace(const WorkspaceSpec& spec);
+/// The connected workspaces of spec.num_ranks ranks that this process plays itself on spec.device, each with
+/// an equal share of its multiprocessors; named spec.name and a number. Not registered. Throws HeapError.
+std::vector<std::shared_ptr<Workspace>> create_virtual_workspaces(const WorkspaceSpec& spec,
+                                                                  uint32_t multiprocessors);
 /// Maps the peers' windows (see SymmHeap::connect); barriers work from then on.
 void connect_workspace(Workspace& workspace, const std::vector<std::string>& addresses, double timeout_s);
 

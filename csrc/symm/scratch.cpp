@@ -12,6 +12,8 @@ namespace {
 
 constexpr int64_t kAlign = 64;
 
+}  // namespace
+
 bool poison_requested() {
     static const bool requested = [] {
         const char* value = std::getenv("MOK_POISON");
@@ -19,8 +21,6 @@ bool poison_requested() {
     }();
     return requested;
 }
-
-}  // namespace
 
 void Scratch::Free::operator()(void* pointer) const {
     std::free(pointer);

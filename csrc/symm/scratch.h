@@ -8,6 +8,9 @@
 
 namespace mok {
 
+/// MOK_POISON=1: memory without contents is filled with 0xff, which is NaN in FP32 and BF16.
+bool poison_requested();
+
 enum class ScratchSlot : int32_t {
     kIds,           // normalized ids of a one-rank call
     kHomeRows,      // rows that come home, one-rank calls
@@ -31,8 +34,7 @@ enum class ScratchSlot : int32_t {
 class Scratch {
   public:
     /// At least `bytes`, 64-byte aligned, every page touched (so that memory use does not depend on routing).
-    /// Contents are unspecified; with MOK_POISON=1 all bytes are 0xff at every call, which is NaN in FP32 and
-    /// BF16.
+    /// Contents are unspecified; poison_requested() fills them at every call.
     void* get(ScratchSlot slot, int64_t bytes);
 
     template <typename T>

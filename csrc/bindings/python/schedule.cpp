@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "csrc/bindings/prepared_arrays.h"
+#include "csrc/bindings/schedule_settings.h"
 #include "csrc/layout/check.h"
 #include "csrc/schedule/simulator.h"
 
@@ -14,20 +16,6 @@ namespace {
 
 using namespace mok::schedule;
 using IdArray = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
-
-Pass parse_pass(const std::string& name) {
-    if (name == "forward") return Pass::kForward;
-    if (name == "recompute") return Pass::kRecompute;
-    MOK_CHECK(name == "backward", "direction = '", name, "': must be 'forward', 'backward' or 'recompute'.");
-    return Pass::kBackward;
-}
-
-Save parse_save(const std::string& name) {
-    if (name == "none") return Save::kNone;
-    if (name == "gate_up") return Save::kGateUp;
-    MOK_CHECK(name == "all", "save = '", name, "': must be 'all', 'gate_up' or 'none'.");
-    return Save::kAll;
-}
 
 /// `settings` has every key that mok/simulation.py fills in.
 SimProblem make_problem(const std::vector<IdArray>& ids_per_rank, const py::dict& settings) {
@@ -45,32 +33,8 @@ SimProblem make_problem(const std::vector<IdArray>& ids_per_rank, const py::dict
         }
     }
     problem.top_k = static_cast<int32_t>(ids_per_rank[0].shape(1));
-    ScheduleSizes& sizes = problem.sizes;
-    sizes.pass = parse_pass(settings["direction"].cast<std::string>());
-    sizes.save = parse_save(settings["save"].cast<std::string>());
-    sizes.hidden = settings["hidden"].cast<int64_t>();
-    sizes.intermediate = settings["intermediate"].cast<int64_t>();
-    sizes.shared_intermediate = settings["shared_intermediate"].cast<int64_t>();
-    sizes.ring_rows = settings["ring_rows"].cast<int64_t>();
-    sizes.gradients = sizes.pass == Pass::kBackward ? settings["gradients"].cast<int64_t>() : 0;
-    sizes.zero_idle = sizes.pass == Pass::kBackward && settings["zero_idle"].cast<bool>();
-    sizes.num_sms = settings["num_sms"].cast<int32_t>();
-    sizes.row_bytes = settings["row_bytes"].cast<int64_t>();
-    const KernelConfig* config = choose_config(Arch::kSm90, sizes.intermediate);
-    problem.config = *config;
-    const py::dict tuning = settings["tuning"].cast<py::dict>();
-    const auto tune = [&](const char* name, int32_t& value) {
-        if (!tuning.contains(name)) return;
-        value = tuning[name].cast<int32_t>();
-        MOK_CHECK(value >= 1, name, " = ", value, ": must be at least 1.");
-    };
-    tune("block_m", problem.config.block_m);
-    tune("group_m", problem.config.group_m);
-    tune("lag_waves", problem.config.lag_waves);
-    tune("group_waves", problem.config.group_waves);
-    tune("window_blocks", problem.config.window_blocks);
-    tune("rows_per_store", problem.config.rows_per_store);
-    tune("pull_bytes", problem.config.pull_bytes);
+    problem.sizes = bindings::schedule_sizes(settings);
+    problem.config = bindings::kernel_config(settings);
     return problem;
 }
 
@@ -289,6 +253,14 @@ py::dict schedule_of(const std::vector<IdArray>& ids, int32_t rank, const py::di
     return result;
 }
 
+/// What a device's preparation must make of the same call.
+py::dict prepared_by_host(const std::vector<IdArray>& ids, int32_t rank, const py::dict& settings) {
+    const SimProblem problem = make_problem(ids, settings);
+    MOK_CHECK(rank >= 0 && rank < static_cast<int32_t>(ids.size()), "rank = ", rank, ": must lie in [0, ",
+              ids.size(), ").");
+    return bindings::prepared_arrays(*RankModel(problem, rank, Bug{}).schedule);
+}
+
 py::list configs() {
     py::list result;
     for (const KernelConfig& config : kConfigs) {
@@ -311,6 +283,8 @@ void bind_schedule(py::module_& module) {
                "Runs the schedule of all ranks once per seed until a rule is broken; see mok.simulate.");
     module.def("schedule", &schedule_of, py::arg("ids"), py::arg("rank"), py::arg("settings"),
                "One rank's tasks, runs, pieces, pulls and final counters as columns.");
+    module.def("prepared_by_host", &prepared_by_host, py::arg("ids"), py::arg("rank"), py::arg("settings"),
+               "One rank's plan, table and pull units, array by array.");
     module.def("simulator_bugs", &all_bugs, "Every mistake that mok.simulate can plant.");
     module.def("kernel_configs", &configs, "The rows of the configuration table.");
     module.def(

@@ -1,0 +1,219 @@
+#include <algorithm>
+#include <limits>
+
+#include "csrc/kernels/prepare.cuh"
+#include "csrc/kernels/publish.cuh"
+#include "csrc/launch/launch.cuh"
+#include "csrc/launch/prepare.h"
+#include "csrc/layout/check.h"
+#include "csrc/layout/plan_host.h"
+
+namespace mok::launch {
+
+namespace {
+
+constexpr int64_t kAlign = 256;
+constexpr int64_t kMaxSharedBytes = 227 * 1024;  // of a block since sm_90
+
+void check_shape(const Preparation& preparation) {
+    const PlanShape& plan = preparation.plan;
+    const schedule::ScheduleShape& shape = preparation.shape;
+    check_plan_shape(plan);
+    MOK_CHECK(worst_case_rows(plan) <= std::numeric_limits<int32_t>::max(), "max_tokens = ", plan.max_tokens,
+              " with top_k = ", plan.top_k, " on ", plan.num_ranks,
+              " ranks: the plan has more than 2^31 rows; pass fewer tokens per call.");
+    MOK_CHECK(plan.top_k <= kPrepareMaxTopK, "top_k = ", plan.top_k, ": on a GPU it must be at most ",
+              kPrepareMaxTopK, ".");
+    MOK_CHECK(plan.pad == shape.block_m && shape.block_m % static_cast<int32_t>(kTileRows) == 0,
+              "pad = ", plan.pad, ": must equal the row block, ", shape.block_m,
+              " rows, which must be a multiple of ", kTileRows, ".");
+}
+
+struct Grid {
+    uint32_t warps;
+    uint32_t blocks;
+};
+
+Grid grid_of(const Preparation& preparation) {
+    check_shape(preparation);
+    const PlanShape& plan = preparation.plan;
+    const int64_t experts = plan.num_local_experts();
+    const int64_t fixed = prepare_shared(plan.num_ranks, plan.num_local_experts(), 0).bytes;
+    const int64_t per_warp = prepare_shared(plan.num_ranks, plan.num_local_experts(), 1).bytes - fixed;
+    int64_t warps = std::min<int64_t>(kPrepareMaxWarps, (kMaxSharedBytes - fixed) / per_warp);
+    MOK_CHECK(warps >= 1, "num_experts = ", plan.num_experts, " on ", plan.num_ranks, " ranks: ", experts,
+              " experts on one rank are more than a block can count in shared memory; use more ranks.");
+    if (preparation.warps > 0) warps = std::min<int64_t>(warps, preparation.warps);
+    int64_t most = num_multiprocessors();
+    if (preparation.most_blocks > 0) most = std::min<int64_t>(most, preparation.most_blocks);
+    // A warp's rounds are of one rank; the table takes a block of its own.
+    const int64_t rounds = plan.num_ranks * rounds_of(plan.max_tokens, plan.top_k);
+    const int64_t wanted = ceil_div(std::max<int64_t>({rounds, plan.num_ranks, 1}), warps) + 1;
+    const int64_t blocks = std::min(most, wanted);
+    MOK_CHECK(std::max<int64_t>(blocks - 1, 1) * warps >= plan.num_ranks, "the preparation of a call has ",
+              most, " multiprocessors for ", plan.num_ranks, " ranks: give it more.");
+    return {static_cast<uint32_t>(warps), static_cast<uint32_t>(blocks)};
+}
+
+/// Places arrays one behind the other.
+class Placer {
+  public:
+    explicit Placer(void* base) : base_(static_cast<char*>(base)) {}
+
+    template <typename T>
+    void place(T*& array, int64_t count) {
+        array = reinterpret_cast<T*>(base_ + bytes_);
+        bytes_ = round_up<int64_t>(bytes_ + count * static_cast<int64_t>(sizeof(T)), kAlign);
+    }
+    int64_t bytes() const { return bytes_; }
+
+  private:
+    char* base_;
+    int64_t bytes_ = 0;
+};
+
+PrepareArrays place_arrays(const Preparation& preparation, void* scratch, int64_t* bytes) {
+    const PlanShape& plan = preparation.plan;
+    const schedule::ScheduleShape& shape = preparation.shape;
+    const Grid grid = grid_of(preparation);
+    const int64_t experts = plan.num_local_experts();
+    const int64_t rows = worst_case_rows(plan);
+    const int64_t slots = plan.max_routes();
+    const schedule::TableCapacity capacity = schedule::table_capacity(shape, rows);
+    PrepareArrays arrays{};
+    Placer placer(scratch);
+    placer.place(arrays.table, 1);
+    placer.place(arrays.pulls, 1);
+    placer.place(arrays.ranks, plan.num_ranks);
+    placer.place(arrays.row_peer, rows);
+    placer.place(arrays.row_slot, rows);
+    placer.place(arrays.segment_begin, experts + 1);
+    placer.place(arrays.counts, experts);
+    placer.place(arrays.chunks, capacity.chunks + 1);
+    placer.place(arrays.pieces, capacity.pieces + 1);
+    placer.place(arrays.runs, capacity.runs + 1);
+    placer.place(arrays.unit_begin, capacity.pieces + 1);
+    placer.place(arrays.idle_experts, experts);
+    placer.place(arrays.units, rows);
+    placer.place(arrays.row_begin, rows + 1);
+    placer.place(arrays.rows, rows);
+    placer.place(arrays.ids, slots);
+    placer.place(arrays.counters, schedule::most_counters(shape, rows));
+    placer.place(arrays.claims, 2 * kClaimStride);
+    placer.place(arrays.block_counts, grid.blocks * experts);
+    placer.place(arrays.records, rows);
+    placer.place(arrays.token_rows, slots);
+    placer.place(arrays.tile_counts, rows / kTileRows);
+    placer.place(arrays.own_rows, 2 * experts);
+    placer.place(arrays.round_masks, plan.num_ranks * rounds_of(plan.max_tokens, plan.top_k));
+    placer.place(arrays.run_before, capacity.runs * schedule::kMaxPhases);
+    if (bytes != nullptr) *bytes = placer.bytes();
+    return arrays;
+}
+
+bool pulls_any(const schedule::ScheduleShape& shape) {
+    for (int32_t k = 0; k < shape.num_phases; ++k) {
+        const schedule::PhaseRule& rule = shape.phases[k];
+        if (rule.pulls_first != schedule::Pulled::kNone || rule.pulls_later != schedule::Pulled::kNone) {
+            return true;
+        }
+    }
+    return false;
+}
+
+PublishedRows published(const StagedRows& rows, const PeerGroup& group) {
+    PublishedRows result{};
+    result.from = static_cast<const char*>(rows.from);
+    result.to = group.window + rows.to_offset;
+    result.from_stride = rows.from_stride;
+    result.row_bytes = rows.row_bytes;
+    return result;
+}
+
+}  // namespace
+
+void load_prepare_kernels() {
+    load_kernel("loading mok's publishing kernel", publish_kernel);
+    load_kernel("loading mok's preparation kernel", prepare_kernel);
+}
+
+void launch_publish(const Preparation& preparation, const PreparationInputs& inputs, const StagedRows& x,
+                    const StagedRows& dout, void* stream) {
+    PublishParams params{};
+    params.group = inputs.group;
+    params.header = inputs.header;
+    params.topk_ids = inputs.topk_ids;
+    params.ids_are_int64 = inputs.ids_are_int64;
+    params.num_experts = preparation.plan.num_experts;
+    params.num_slots = inputs.header.num_tokens * preparation.plan.top_k;
+    params.ids = reinterpret_cast<int32_t*>(inputs.group.window + inputs.ids_offset);
+    params.x = published(x, inputs.group);
+    params.dout = published(dout, inputs.group);
+    constexpr int64_t kIdsPerThread = 4, kWordsPerThread = 16;
+    int64_t threads = ceil_div(params.num_slots, kIdsPerThread);
+    for (const StagedRows* rows : {&x, &dout}) {
+        if (rows->from == nullptr) continue;
+        const int64_t words = inputs.header.num_tokens * rows->row_bytes / 16;
+        threads = std::max(threads, ceil_div(words, kWordsPerThread));
+    }
+    int64_t most = 2 * int64_t{num_multiprocessors()};
+    if (preparation.most_blocks > 0) most = preparation.most_blocks;
+    const int64_t blocks = std::clamp<int64_t>(ceil_div<int64_t>(threads, kPublishThreads), 1, most);
+    launch("mok's publishing kernel", publish_kernel, {static_cast<uint32_t>(blocks), kPublishThreads},
+           stream, params);
+}
+
+int64_t preparation_bytes(const Preparation& preparation) {
+    int64_t bytes = 0;
+    place_arrays(preparation, nullptr, &bytes);
+    return bytes;
+}
+
+int64_t preparation_stamps(const Preparation& preparation) {
+    return int64_t{grid_of(preparation).blocks} * kPrepareStamps;
+}
+
+schedule::PreparedCall launch_prepare(const Preparation& preparation, const PreparationInputs& inputs,
+                                      void* scratch, void* stream, uint64_t* times) {
+    const Grid grid = grid_of(preparation);
+    const bool alone = preparation.plan.num_ranks == 1;
+    PrepareParams params{};
+    params.plan = preparation.plan;
+    params.shape = preparation.shape;
+    params.arrays = place_arrays(preparation, scratch, nullptr);
+    params.group = inputs.group;
+    params.limits = inputs.limits;
+    params.header = inputs.header;
+    params.topk_ids = inputs.topk_ids;
+    params.ids_are_int64 = inputs.ids_are_int64;
+    params.pulls_any = pulls_any(preparation.shape);
+    params.ids_offset = inputs.ids_offset;
+    params.row_bytes = preparation.shape.sizes.row_bytes;
+    params.own_x = static_cast<const char*>(inputs.x.data);
+    params.own_x_stride = inputs.x.stride;
+    params.own_dout = static_cast<const char*>(inputs.dout.data);
+    params.own_dout_stride = inputs.dout.stride;
+    params.barrier = &control_head(inputs.group.window)->device.grid_barrier;
+    params.times = times;
+    LaunchShape shape{grid.blocks, grid.warps * ptx::kWarpThreads};
+    shape.shared_bytes =
+        prepare_shared(preparation.plan.num_ranks, preparation.plan.num_local_experts(), grid.warps).bytes;
+    shape.cooperative = grid.blocks > 1;
+    launch("mok's preparation kernel", prepare_kernel, shape, stream, params);
+
+    const PrepareArrays& arrays = params.arrays;
+    schedule::PreparedCall call{};
+    call.expired = inputs.limits.expired;
+    call.table = arrays.table;
+    call.units = arrays.pulls;
+    call.ranks = arrays.ranks;
+    call.row_peer = arrays.row_peer;
+    call.row_slot = arrays.row_slot;
+    call.ids = alone ? arrays.ids : reinterpret_cast<int32_t*>(inputs.group.window + inputs.ids_offset);
+    call.counters = arrays.counters;
+    call.task_claim = arrays.claims;
+    call.pull_claim = arrays.claims + kClaimStride;
+    return call;
+}
+
+}  // namespace mok::launch
