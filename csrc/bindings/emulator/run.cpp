@@ -38,13 +38,14 @@ emu::Policy policy_of(const std::string& name) {
 }
 
 emu::RunOptions make_options(uint64_t seed, const std::string& policy, bool time_outs, bool keep_log,
-                             uint64_t max_steps,
+                             bool collect_sites, uint64_t max_steps,
                              const std::optional<std::tuple<std::string, std::string, uint32_t>>& left_out) {
     emu::RunOptions options;
     options.seed = seed;
     options.policy = policy_of(policy);
     options.time_outs = time_outs;
     options.keep_log = keep_log;
+    options.collect_sites = collect_sites;
     options.max_steps = max_steps;
     if (left_out) {
         options.left_out = {std::get<0>(*left_out), std::get<1>(*left_out), std::get<2>(*left_out)};
@@ -61,7 +62,7 @@ void bind_run(py::module_& module) {
                                 "A schedule: `policy` is its character, `seed` every choice; `left_out` is "
                                 "(wrapper, file, line) of one synchronising call that does nothing.")
         .def(py::init(&make_options), py::arg("seed") = 1, py::arg("policy") = "by_seed",
-             py::arg("time_outs") = false, py::arg("keep_log") = false,
+             py::arg("time_outs") = false, py::arg("keep_log") = false, py::arg("collect_sites") = false,
              py::arg("max_steps") = defaults.max_steps, py::arg("left_out") = py::none());
     module.attr("POLICIES") = [] {
         py::list names;

@@ -14,11 +14,11 @@
 #include "csrc/cpu/activation_impl.h"
 // clang-format on
 
-namespace mok::ptx {
+namespace mok::ptx::convert_detail {
 
-Sigmoid sigmoid(float x) {
+Sigmoid executor_sigmoid(float x) {
     const cpu::scalar::Sigmoid result = cpu::scalar::sigmoid(cpu::scalar::broadcast(x));
     return {result.value[0], result.complement[0]};
 }
 
-}  // namespace mok::ptx
+}  // namespace mok::ptx::convert_detail

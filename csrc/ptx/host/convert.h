@@ -7,29 +7,30 @@
 #include <cstdint>
 
 #include "csrc/emu/matrix_element.h"
+#include "csrc/ptx/host/base.h"
 
 namespace mok::ptx {
 
 /// cvt.rn.bf16x2.f32.
-inline uint32_t pack_bf16(float low, float high) {
+MOK_DEVICE uint32_t pack_bf16(float low, float high) {
     return emu::bfloat16_bits(low) | uint32_t{emu::bfloat16_bits(high)} << 16;
 }
 
 /// The lower BF16 of a register as FP32, exactly.
-inline float low_bf16(uint32_t packed) {
+MOK_DEVICE float low_bf16(uint32_t packed) {
     return std::bit_cast<float>(packed << 16);
 }
 
 /// The upper BF16 of a register as FP32, exactly.
-inline float high_bf16(uint32_t packed) {
+MOK_DEVICE float high_bf16(uint32_t packed) {
     return std::bit_cast<float>(packed & 0xffff0000u);
 }
 
 /// The bits of an FP32 and back.
-inline uint32_t float_bits(float value) {
+MOK_DEVICE uint32_t float_bits(float value) {
     return std::bit_cast<uint32_t>(value);
 }
-inline float bits_float(uint32_t bits) {
+MOK_DEVICE float bits_float(uint32_t bits) {
     return std::bit_cast<float>(bits);
 }
 
@@ -43,17 +44,17 @@ inline float flushed(float value) {
 }  // namespace convert_detail
 
 /// ex2.approx.ftz.
-inline float exp2_approx(float x) {
+MOK_DEVICE float exp2_approx(float x) {
     return convert_detail::flushed(static_cast<float>(std::exp2(double{convert_detail::flushed(x)})));
 }
 
 /// rcp.approx.ftz.
-inline float reciprocal_approx(float x) {
+MOK_DEVICE float reciprocal_approx(float x) {
     return convert_detail::flushed(1.0f / convert_detail::flushed(x));
 }
 
 /// fma.rn.f32.
-inline float fused_multiply_add(float a, float b, float c) {
+MOK_DEVICE float fused_multiply_add(float a, float b, float c) {
     return __builtin_fmaf(a, b, c);
 }
 
@@ -61,8 +62,16 @@ struct Sigmoid {
     float value, complement;
 };
 
-/// sigmoid(x) and 1 - sigmoid(x): csrc/cpu/activation_impl.h for one lane, so that an emulated kernel equals
-/// the executor bit for bit. Defined beside the executor, above this layer: csrc/cpu/sigmoid.cpp.
-Sigmoid sigmoid(float x);
+namespace convert_detail {
+
+/// csrc/cpu/activation_impl.h for one lane. Defined beside it, in csrc/cpu/emulator/sigmoid.cpp.
+Sigmoid executor_sigmoid(float x);
+
+}  // namespace convert_detail
+
+/// sigmoid(x) and 1 - sigmoid(x) with the executor's bits, so that an emulated kernel equals it bit for bit.
+MOK_DEVICE Sigmoid sigmoid(float x) {
+    return convert_detail::executor_sigmoid(x);
+}
 
 }  // namespace mok::ptx

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "csrc/emu/machine.h"
+#include "csrc/ptx/host/base.h"
 
 namespace mok::ptx {
 
@@ -77,28 +77,28 @@ inline Store store_operands(uint32_t address, const uint32_t (&matrices)[4]) {
 }  // namespace matrix_detail
 
 /// ldmatrix.x4.
-inline void load_matrix_x4(uint32_t address, uint32_t (&matrices)[4], emu::Site site = emu::Site::current()) {
+MOK_DEVICE void load_matrix_x4(uint32_t address, uint32_t (&matrices)[4], Site site = Site::current()) {
     using namespace matrix_detail;
     emu::exchange<Load, load<false>>("load_matrix_x4", {address, matrices}, site);
 }
 
 /// ldmatrix.x4.trans.
-inline void load_matrix_x4_transposed(uint32_t address, uint32_t (&matrices)[4],
-                                      emu::Site site = emu::Site::current()) {
+MOK_DEVICE void load_matrix_x4_transposed(uint32_t address, uint32_t (&matrices)[4],
+                                          Site site = Site::current()) {
     using namespace matrix_detail;
     emu::exchange<Load, load<true>>("load_matrix_x4_transposed", {address, matrices}, site);
 }
 
 /// stmatrix.x4.
-inline void store_matrix_x4(uint32_t address, const uint32_t (&matrices)[4],
-                            emu::Site site = emu::Site::current()) {
+MOK_DEVICE void store_matrix_x4(uint32_t address, const uint32_t (&matrices)[4],
+                                Site site = Site::current()) {
     using namespace matrix_detail;
     emu::deposit<Store, store<false>>("store_matrix_x4", store_operands(address, matrices), site);
 }
 
 /// stmatrix.x4.trans.
-inline void store_matrix_x4_transposed(uint32_t address, const uint32_t (&matrices)[4],
-                                       emu::Site site = emu::Site::current()) {
+MOK_DEVICE void store_matrix_x4_transposed(uint32_t address, const uint32_t (&matrices)[4],
+                                           Site site = Site::current()) {
     using namespace matrix_detail;
     emu::deposit<Store, store<true>>("store_matrix_x4_transposed", store_operands(address, matrices), site);
 }

@@ -3,27 +3,27 @@
 
 #include <cstdint>
 
-#include "csrc/emu/machine.h"
 #include "csrc/emu/matrix_wgmma.h"
+#include "csrc/ptx/host/base.h"
 #include "csrc/ptx/wgmma_descriptor.h"
 
 namespace mok::ptx {
 
 /// wgmma.fence.
-inline void wgmma_fence(emu::Site site = emu::Site::current()) {
+MOK_DEVICE void wgmma_fence(Site site = Site::current()) {
     if (emu::is_left_out("wgmma_fence", site)) return;
     emu::wgmma_fence(site);
 }
 
 /// wgmma.commit_group.
-inline void wgmma_commit(emu::Site site = emu::Site::current()) {
+MOK_DEVICE void wgmma_commit(Site site = Site::current()) {
     if (emu::is_left_out("wgmma_commit", site)) return;
     emu::wgmma_commit(site);
 }
 
 /// wgmma.wait_group.
 template <int kGroups>
-inline void wgmma_wait(emu::Site site = emu::Site::current()) {
+MOK_DEVICE void wgmma_wait(Site site = Site::current()) {
     static_assert(kGroups >= 0 && kGroups <= 7);
     if (emu::is_left_out("wgmma_wait", site)) return;
     emu::wgmma_wait(kGroups, site);
@@ -31,8 +31,8 @@ inline void wgmma_wait(emu::Site site = emu::Site::current()) {
 
 /// wgmma.mma_async.m64nNk16.f32.bf16.bf16.
 template <int N, Major kMajorA, Major kMajorB>
-inline void wgmma_bf16(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate,
-                       emu::Site site = emu::Site::current()) {
+MOK_DEVICE void wgmma_bf16(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate,
+                           Site site = Site::current()) {
     static_assert(N >= 8 && N <= 256 && N % 8 == 0);
     constexpr emu::WgmmaKind kKind{emu::MatrixElement::kBFloat16, emu::MatrixElement::kBFloat16,
                                    kMajorA == Major::kMN, kMajorB == Major::kMN};
