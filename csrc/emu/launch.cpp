@@ -219,7 +219,7 @@ void exit_thread(Thread& thread) {
     --machine->alive;
     note_progress();
     if (thread.stack.has_overflowed()) fail(ErrorKind::kLimit, "has overflowed its stack of 64 KiB");
-    release(thread, block.end);
+    block.end.join(thread.view);
     if (thread.warp->present == 0) release(*thread.warp, block.end);
     forget_exited(thread);
     if (block.num_exited == block.num_threads) end_block(block);

@@ -21,7 +21,9 @@ class TensorCopy : public Copy {
                       void* context) const override {
         for_each_line(map_, at_, shared_, [&](const BoxLine& line) {
             const uint32_t bytes = line.inside_end - line.inside_begin;
-            if (bytes > 0) visit(context, reinterpret_cast<uint8_t*>(line.global), bytes);
+            // Up to 16 bytes: lines of odd length have padding behind them, for strides are multiples of 16.
+            const uint32_t whole = (bytes + kPieceBytes - 1) / kPieceBytes * kPieceBytes;
+            if (bytes > 0) visit(context, reinterpret_cast<uint8_t*>(line.global), whole);
         });
     }
 
