@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -55,7 +56,9 @@ struct Launch {
 
 template <typename Params>
 void set_kernel(Launch& launch, void (*kernel)(Params), const Params& params) {
-    launch.body = [kernel, params] { kernel(params); };
+    // Not captured by value: with -ftrivial-auto-var-init g++ 12 clears what it takes for padding of the
+    // temporary, and errs where Params has a base class.
+    launch.body = [kernel, copy = std::make_shared<const Params>(params)] { kernel(*copy); };
 }
 
 enum class Policy : uint8_t {
