@@ -39,7 +39,7 @@ launch::InputRows input_rows(const RowsArgument& rows) {
 class HeldPreparation {
   public:
     HeldPreparation(std::shared_ptr<Workspace> workspace, int32_t top_k, int64_t max_tokens,
-                    const py::dict& settings, bool timed)
+                    const py::dict& settings, uint32_t most_blocks, bool timed)
         : workspace_(std::move(workspace)),
           sizes_(bindings::schedule_sizes(settings)),
           config_(bindings::kernel_config(settings)) {
@@ -53,7 +53,7 @@ class HeldPreparation {
         plan.pad = settings["pad"].cast<int64_t>();
         sizes_.num_local_experts = plan.num_local_experts();
         schedule::check_schedule(plan, sizes_, config_);
-        preparation_.most_blocks = workspace_->most_blocks;
+        preparation_.most_blocks = most_blocks > 0 ? most_blocks : workspace_->most_blocks;
         preparation_.shape = schedule::make_schedule_shape(sizes_, config_);
         header_.num_experts = plan.num_experts;
         header_.top_k = top_k;
@@ -73,9 +73,7 @@ class HeldPreparation {
 
     void launch(uintptr_t topk_ids, bool ids_are_int64, int64_t num_tokens, const RowsArgument& x,
                 const RowsArgument& dout, bool meets_outputs, uintptr_t stream) {
-        sizes_.num_tokens = num_tokens;
-        preparation_.shape = schedule::make_schedule_shape(sizes_, config_);
-        header_.num_tokens = num_tokens;
+        set_tokens(num_tokens);
         const launch::CallTensors tensors{reinterpret_cast<const void*>(topk_ids), ids_are_int64,
                                           input_rows(x), input_rows(dout)};
         launch::DeviceCall call(*workspace_, reinterpret_cast<void*>(stream));
@@ -84,6 +82,33 @@ class HeldPreparation {
         prepared_ =
             call.prepare(preparation_, header_, tensors, memory, static_cast<uint64_t*>(times_.get()));
         if (meets_outputs) call.meet_outputs();
+    }
+
+    /// The second kernel alone: ids and headers of all ranks lie in the windows already.
+    void launch_published(int64_t num_tokens, uintptr_t stream) {
+        set_tokens(num_tokens);
+        launch::DeviceCall call(*workspace_, reinterpret_cast<void*>(stream));
+        launch::PreparationInputs inputs{};
+        inputs.header = header_;
+        inputs.group = call.group();
+        inputs.ids_offset = workspace_->layout.ids;
+        inputs.limits = call.limits();
+        prepared_ = launch::launch_prepare(preparation_, inputs,
+                                           call.scratch(launch::preparation_bytes(preparation_)),
+                                           call.stream(), static_cast<uint64_t*>(times_.get()));
+    }
+
+    /// Addresses of a rank's published ids (int32 [T, K]) and header (int64 words), and what the latter holds
+    /// for a call with so many tokens.
+    py::tuple published(int rank) {
+        char* window = workspace_->heap->window(rank);
+        return py::make_tuple(reinterpret_cast<uintptr_t>(window + workspace_->layout.ids),
+                              reinterpret_cast<uintptr_t>(control_head(window)->header));
+    }
+    py::array header(int64_t num_tokens) const {
+        CallHeader header = header_;
+        header.num_tokens = num_tokens;
+        return bindings::to_array(reinterpret_cast<const int64_t*>(&header), kHeaderWords);
     }
 
     /// What the last launch made, once it is done.
@@ -135,6 +160,12 @@ class HeldPreparation {
     }
 
   private:
+    void set_tokens(int64_t num_tokens) {
+        sizes_.num_tokens = num_tokens;
+        preparation_.shape = schedule::make_schedule_shape(sizes_, config_);
+        header_.num_tokens = num_tokens;
+    }
+
     DeviceMapping& mapping() { return *workspace_->heap->device_mapping(); }
 
     template <typename T>
@@ -197,12 +228,16 @@ void bind_device_preparation(py::module_& module) {
              py::arg("data") = 0, py::arg("stride") = 0);
     py::class_<HeldPreparation>(module, "DevicePreparation",
                                 "The preparation of calls on a GPU (csrc/launch/device_call.h).")
-        .def(py::init<std::shared_ptr<Workspace>, int32_t, int64_t, const py::dict&, bool>(),
+        .def(py::init<std::shared_ptr<Workspace>, int32_t, int64_t, const py::dict&, uint32_t, bool>(),
              py::arg("workspace"), py::arg("top_k"), py::arg("max_tokens"), py::arg("settings"),
-             py::arg("timed") = false)
+             py::arg("most_blocks") = 0, py::arg("timed") = false)
         .def("launch", &HeldPreparation::launch, py::arg("topk_ids"), py::arg("ids_are_int64"),
              py::arg("num_tokens"), py::arg("x"), py::arg("dout"), py::arg("meets_outputs"),
              py::arg("stream"), Unlocked())
+        .def("launch_published", &HeldPreparation::launch_published, py::arg("num_tokens"), py::arg("stream"),
+             Unlocked())
+        .def("published", &HeldPreparation::published, py::arg("rank"))
+        .def("header", &HeldPreparation::header, py::arg("num_tokens"))
         .def("result", &HeldPreparation::result)
         .def("times", &HeldPreparation::times)
         .def("clear_times", &HeldPreparation::clear_times);
