@@ -18,6 +18,7 @@ _EXPORTS = {
     "clip_grad_norm_": "gradients",
     "exclude_experts_from_ddp": "gradients",
     "expert_parameters": "gradients",
+    "explain": "_backend",
     "moe": "ops",
     "scale_expert_gradients": "gradients",
     "shard_experts": "checkpoint",
@@ -27,6 +28,7 @@ _EXPORTS = {
 }
 _PURE_SUBMODULES = ("errors", "reference", "router", "simulation", "timeline")
 _NATIVE_SUBMODULES = (
+    "_backend",
     "checkpoint",
     "convert",
     "experts",

@@ -91,7 +91,7 @@ def activation_limit(activation, swiglu_limit):
     return swiglu_limit
 
 
-class _Numerics:
+class Numerics:
     """Rounding on: FP32 with rn(.) to BF16. Rounding off: FP64 throughout."""
 
     def __init__(self, rounding, mask_dtype):
@@ -203,7 +203,7 @@ def contract_reference(
     Raises:
         ValueError: for an unknown activation or a limit that is not positive.
     """
-    num = _Numerics(rounding, mask_dtype)
+    num = Numerics(rounding, mask_dtype)
     limit = activation_limit(activation, swiglu_limit)
     xs = [num.rn(rank.x_TH.to(num.dtype)) for rank in ranks]
     douts = [num.rn(rank.dout_TH.to(num.dtype)) for rank in ranks]

@@ -52,11 +52,12 @@ def use_ordinary_gradients(parameters: dict[str, Tensor]) -> None:
 def forward(tensors: LayerTensors, settings: LayerSettings, parameters: dict[str, Tensor]):
     """`moe_forward`'s out, differentiable; the gradients of `parameters` go to their main_grad."""
     for name, parameter in parameters.items():
-        _main_grad_of(name, parameter)  # a wrong one is refused before any rank waits
+        main_grad_of(name, parameter)  # a wrong one is refused before any rank waits
     return _MainGradMoE.apply(settings, parameters, *tensors.in_order())
 
 
-def _main_grad_of(name: str, parameter: Tensor) -> Tensor:
+def main_grad_of(name: str, parameter: Tensor) -> Tensor:
+    """Where the gradient goes; raises ValueError if it cannot go there."""
     getter = getattr(parameter, "get_main_grad", None)
     main_grad = parameter.main_grad if getter is None else getter()
     fits = main_grad.shape == parameter.shape and main_grad.is_contiguous()
@@ -67,6 +68,17 @@ def _main_grad_of(name: str, parameter: Tensor) -> Tensor:
             f"{tuple(parameter.shape)}, and torch.float32 or the parameter's {parameter.dtype}"
         )
     return main_grad
+
+
+def add(name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Adds an FP32 gradient by the protocol and returns what autograd gets instead."""
+    main_grad = main_grad_of(name, parameter)
+    if getattr(parameter, "overwrite_main_grad", False):
+        main_grad.copy_(gradient)
+    else:
+        main_grad.copy_(main_grad.float() + gradient)
+    parameter.grad_added_to_main_grad = True
+    return torch.zeros_like(parameter)
 
 
 class _MainGradMoE(torch.autograd.Function):
@@ -96,7 +108,7 @@ class _MainGradMoE(torch.autograd.Function):
             results = empty_backward(tensors, settings)
             for i, name in enumerate(GRADIENT_ORDER):
                 if name in parameters:
-                    results[i] = _main_grad_of(name, parameters[name])
+                    results[i] = main_grad_of(name, parameters[name])
                     if getattr(parameters[name], "overwrite_main_grad", False):
                         results[i].zero_()
                 elif name not in _NOT_WEIGHTS:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mok import _group
+from mok import _backend, _collective, _group
+from mok._checks import check_choice, check_size, compute_dtype, size_and_rank
 from mok._contract import activation_limit
 from mok.experts import Experts, SharedExpert, SharedExpertGate
 from mok.router import (
@@ -20,9 +21,8 @@ from mok.router import (
     SoftmaxTopKRouter,
     TopKSoftmaxRouter,
 )
-from mok.shapes import COMPUTE_DTYPES, SAVE_POLICIES
+from mok.shapes import BACKENDS, COMPUTE_DTYPES, SAVE_POLICIES
 
-BACKENDS = ("auto", "megakernel", "cpu", "collective")
 ROUTERS = {
     "softmax": SoftmaxTopKRouter,
     "sigmoid": SigmoidTopKRouter,
@@ -100,17 +100,17 @@ class MoELayer(nn.Module):
     ):
         super().__init__()
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        num_ranks, rank = (1, 0) if group is None else _size_and_rank(group)
-        _check_size("hidden_size", hidden_size, multiple_of=8)
-        _check_size("intermediate_size", intermediate_size, multiple_of=8)
-        _check_size("num_experts", num_experts)
-        _check_size("top_k", top_k)
+        num_ranks, rank = (1, 0) if group is None else size_and_rank(group)
+        check_size("hidden_size", hidden_size, multiple_of=8)
+        check_size("intermediate_size", intermediate_size, multiple_of=8)
+        check_size("num_experts", num_experts)
+        check_size("top_k", top_k)
         if shared_intermediate_size is not None:
-            _check_size("shared_intermediate_size", shared_intermediate_size, multiple_of=8)
+            check_size("shared_intermediate_size", shared_intermediate_size, multiple_of=8)
         if max_tokens is not None:
-            _check_size("max_tokens", max_tokens)
+            check_size("max_tokens", max_tokens)
         if ring_rows is not None:
-            _check_size("ring_rows", ring_rows)
+            check_size("ring_rows", ring_rows)
         if num_experts % num_ranks:
             raise ValueError(
                 f"num_experts is {num_experts}: it must be a multiple of the group's {num_ranks} "
@@ -123,7 +123,7 @@ class MoELayer(nn.Module):
                 "shared_gate is True without a shared expert: pass shared_intermediate_size too"
             )
         if not isinstance(router, Router):
-            _check_choice("router", router, (*ROUTERS, None))
+            check_choice("router", router, (*ROUTERS, None))
         elif (router.hidden_size, router.num_experts, router.top_k) != (
             hidden_size,
             num_experts,
@@ -134,8 +134,8 @@ class MoELayer(nn.Module):
                 f"top_k={router.top_k}: they must be the layer's ({hidden_size}, {num_experts}, "
                 f"{top_k})"
             )
-        _check_choice("save", save, SAVE_POLICIES)
-        _check_choice("backend", backend, BACKENDS)
+        check_choice("save", save, SAVE_POLICIES)
+        check_choice("backend", backend, BACKENDS)
         activation_limit(activation, swiglu_limit)
         if dtype not in COMPUTE_DTYPES:
             raise TypeError(f"dtype is {dtype}: parameters are torch.float32 or torch.bfloat16")
@@ -150,7 +150,7 @@ class MoELayer(nn.Module):
         self.max_tokens = max_tokens
         self.save = save
         self.ring_rows = ring_rows
-        self.backend = backend
+        self.requested_backend = backend
         # One rank needs no peers, with or without a process group.
         self._group_name = group.group_name if num_ranks > 1 else None
         self._key = uuid.uuid4().hex
@@ -178,6 +178,19 @@ class MoELayer(nn.Module):
             self.shared = SharedExpert(hidden_size, shared_intermediate_size, device, dtype)
         if shared_gate:
             self.shared_gate = SharedExpertGate(hidden_size, device, dtype)
+
+    @property
+    def group_name(self) -> str | None:
+        """The name of the expert-parallel process group; None for one rank."""
+        return self._group_name
+
+    @property
+    def backend(self) -> str:
+        """The backend its calls take, "megakernel", "cpu" or "collective": `mok.explain` says why.
+
+        As far as it is known before the first call, which finds out whether the ranks are local.
+        """
+        return _backend.explain(self).backend
 
     def reset_parameters(self) -> None:
         """Fresh weights as of construction; call it after `to_empty` of a meta-device layer."""
@@ -234,7 +247,7 @@ class MoELayer(nn.Module):
             max_tokens=max_tokens,
             save=self.save,
             ring_rows=self.ring_rows,
-            backend=self.backend,
+            backend=self.requested_backend,
             layer_key=self._key,
         )
         out = out_TH.reshape(x.shape)
@@ -249,7 +262,7 @@ class MoELayer(nn.Module):
                 f"x has shape {tuple(x.shape)}: its last dimension must be hidden_size "
                 f"({self.hidden_size})"
             )
-        x = x.to(_compute_dtype(x))
+        x = x.to(compute_dtype(x))
         self._check_dtypes(x)
         x_TH = x.reshape(-1, self.hidden_size).contiguous()
         routing, router_output = self._route(x_TH, topk_ids, topk_weights)
@@ -338,7 +351,11 @@ class MoELayer(nn.Module):
         if max_tokens is None:
             _group.agree_max_tokens(self._key, self._group_name, 0, reason)
             return
-        dtype = _compute_dtype(x) if isinstance(x, Tensor) else None
+        if self.backend == "collective":
+            device = self.experts.w_gate.device
+            _collective.tell_peers(_group.resolve_group(self._group_name), device, reason)
+            return
+        dtype = compute_dtype(x) if isinstance(x, Tensor) else None
         if dtype not in COMPUTE_DTYPES:
             dtype = None
         _group.abort_call(self._group_name, max_tokens, self.hidden_size, self.top_k, dtype, reason)
@@ -356,33 +373,5 @@ class MoELayer(nn.Module):
         parts += [f"ranks={self.num_ranks}", f"max_tokens={self.max_tokens}", f"save={self.save!r}"]
         if self.ring_rows is not None:
             parts.append(f"ring_rows={self.ring_rows}")
-        parts.append(f"backend={self.backend!r}")
+        parts.append(f"backend={self.requested_backend!r}")
         return ", ".join(parts)
-
-
-def _size_and_rank(group) -> tuple[int, int]:
-    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        raise ValueError(
-            f"group is {group!r}: it must be a process group that this rank belongs to, or None"
-        )
-    return dist.get_world_size(group), dist.get_rank(group)
-
-
-def _check_size(name, value, multiple_of=1):
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % multiple_of:
-        rule = "a positive integer" if multiple_of == 1 else f"a positive multiple of {multiple_of}"
-        raise ValueError(f"{name} is {value!r}: it must be {rule}")
-
-
-def _compute_dtype(x):
-    """x's dtype, or autocast's where that is on; the meta device has none."""
-    device_type = x.device.type
-    if not x.is_meta and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return x.dtype
-
-
-def _check_choice(name, value, choices):
-    if value not in choices:
-        options = ", ".join(repr(choice) for choice in choices[:-1])
-        raise ValueError(f"{name} is {value!r}: it must be {options} or {choices[-1]!r}")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mok import _group, _main_grad, workspace
+from mok import _backend, _collective, _group, _main_grad, workspace
 from mok.shapes import (
     COMPUTE_DTYPES,
     GRADIENT_ORDER,
@@ -81,7 +81,8 @@ def moe(
         save: what forward keeps for backward: "all" (dispatched x, gate, up), "gate_up", "none".
         ring_rows: rows of the ring, rounded up to a multiple of 128; more rows are processed in
             chunks. None is 1.25 max_tokens K plus 128 per local expert, at most the worst case.
-        backend: "auto" or "cpu" (this build has no other).
+        backend: "auto", "megakernel", "cpu" or "collective": `mok.explain` says which one is taken
+            and why. The promises of bits above are those of "cpu" and "megakernel".
         layer_key: who calls. A caller with a key stays with the workspaces of its first calls, and
             raises WorkspaceClosedError once they are closed; without one, closed workspaces are
             replaced by new ones.
@@ -91,7 +92,7 @@ def moe(
 
     Raises:
         ValueError, TypeError: an argument does not fit; the peers raise PeerAbortedError with the
-            reason. NotImplementedError: CUDA tensors, or a backend this build lacks.
+            reason. NotImplementedError: a backend that this build lacks for these tensors.
         mok.PeerTimeoutError, mok.PeerAbortedError: a peer did not come, or left with an error.
     """
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -99,24 +100,30 @@ def moe(
     w_gate, w_up, w_down, *biases = local_parts(w_gate, w_up, w_down, b_gate, b_up, b_down)
     num_ranks = 1 if group is None else dist.get_world_size(group)
     group = None if num_ranks == 1 else group
+    device_type, group_name = x_TH.device.type, None if group is None else group.group_name
+    is_collective = False
     try:
         check_settings(max_tokens, save, ring_rows, shared, backend)
+        is_collective = _backend.choose(backend, device_type, group_name).backend == "collective"
         check_sizes(x_TH, topk_ids_TK, w_gate)
         check_weights("topk_weights", topk_weights_TK)
         check_weights("shared_weight_T", shared_weight_T)
     except Exception as error:
         if group is not None and not torch.compiler.is_compiling():
-            _tell_peers(group, x_TH, topk_ids_TK, w_gate, max_tokens, str(error))
+            _tell_peers(group, is_collective, x_TH, topk_ids_TK, w_gate, max_tokens, str(error))
         raise
     num_experts = w_gate.shape[0] * num_ranks
     hidden, top_k = x_TH.shape[-1], topk_ids_TK.shape[-1]
     if group is None:
         max_tokens = x_TH.shape[0] if max_tokens is None else max_tokens
+    elif max_tokens is None:
+        max_tokens = _agreed_max_tokens(group, x_TH, hidden, top_k)
+    name = ""
+    if not is_collective and group is None:
         name = _local_workspace()
-    else:
-        if max_tokens is None:
-            max_tokens = _agreed_max_tokens(group, x_TH, hidden, top_k)
-        name = _declare(layer_key, group.group_name, max_tokens, hidden, top_k, x_TH.dtype)
+    elif not is_collective:
+        name = _declare(layer_key, group_name, max_tokens, hidden, top_k, x_TH.dtype)
+    is_collective = _backend.runs_collectively(backend, device_type, group_name, name)
     if ring_rows is None:
         ring_rows = default_ring_rows(num_ranks, num_experts, top_k, max_tokens)
     else:
@@ -152,10 +159,16 @@ def moe(
         gradient_bits(wanted),
     )
     parameters = _main_grad.participants(tensors, wanted)
+    if is_collective:
+        return _run_collectively(tensors, settings, group, parameters)
     if parameters and not torch.compiler.is_compiling():
         return _main_grad.forward(tensors, settings, parameters)
     _main_grad.use_ordinary_gradients(parameters)
     return torch.ops.mok.moe_forward(*tensors.in_order(), *settings.in_order())[0]
+
+
+# Its numbers of rows are not known while Dynamo traces.
+_run_collectively = _group.run_eagerly(_collective.forward)
 
 
 @_group.run_at_trace_time
@@ -203,7 +216,9 @@ def _sizes_key(group: dist.ProcessGroup, hidden: int, top_k: int) -> str:
     return f"moe/{group.group_name}/H{hidden}/K{top_k}"
 
 
-def _tell_peers(group, x_TH, topk_ids_TK, w_gate, max_tokens, reason: str) -> None:
+def _tell_peers(
+    group, is_collective: bool, x_TH, topk_ids_TK, w_gate, max_tokens, reason: str
+) -> None:
     """Ends the peers' call, wherever they wait in it: this rank cannot make it."""
     valid = isinstance(max_tokens, int | None) and (max_tokens is None or max_tokens >= 0)
     if not valid or topk_ids_TK.dim() != 2 or w_gate.dim() != 3:
@@ -216,5 +231,8 @@ def _tell_peers(group, x_TH, topk_ids_TK, w_gate, max_tokens, reason: str) -> No
         if max_tokens is None:
             _group.agree_max_tokens(key, group.group_name, 0, reason)
             return
+    if is_collective:
+        _collective.tell_peers(group, x_TH.device, reason)
+        return
     dtype = x_TH.dtype if x_TH.dtype in COMPUTE_DTYPES else None
     _group.abort_call(group.group_name, max_tokens, hidden, top_k, dtype, reason)

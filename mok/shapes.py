@@ -18,7 +18,7 @@ PAD = 128
 SAVE_POLICIES = ("all", "gate_up", "none")
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 ACTIVATIONS = ("swiglu", "gpt_oss")
-BACKENDS = ("auto", "cpu")
+BACKENDS = ("auto", "megakernel", "cpu", "collective")
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,9 @@ def empty_backward(tensors: LayerTensors, settings: LayerSettings) -> list[Tenso
 
 
 def check_settings(max_tokens, save, ring_rows, shared, backend) -> None:
-    """Raises ValueError for settings of `mok.moe` that the ops do not see as they were passed, and
-    NotImplementedError for a backend that this build lacks."""
+    """Raises ValueError for settings of `mok.moe` that the ops do not see as they were passed."""
     if backend not in BACKENDS:
-        raise NotImplementedError(
-            f"backend {backend!r} is not in this build of mok: use one of {BACKENDS}."
-        )
+        raise ValueError(f"backend is {backend!r}: it must be one of {BACKENDS}.")
     for name, value, least in (("max_tokens", max_tokens, 0), ("ring_rows", ring_rows, 1)):
         if value is not None and (not isinstance(value, int) or value < least):
             raise ValueError(f"{name} is {value!r}: it must be None or an integer >= {least}.")

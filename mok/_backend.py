@@ -1,0 +1,119 @@
+"""Which backend runs a call, and why: one rule, in `choose`.
+
+megakernel   one kernel forward, one backward, over GPUs that map each other's memory
+cpu          the executor in C++, over processes of one machine
+collective   torch.distributed's all-to-all and torch's products: anywhere
+"""
+
+import dataclasses
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from mok import _group, workspace
+from mok.errors import PeersNotLocalError
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a call takes and why."""
+
+    backend: str  # "megakernel", "cpu" or "collective"
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.reason}"
+
+
+# Why the ranks of a group cannot map each other's memory, as the first call has found out.
+_not_local: dict[str, str] = {}
+
+
+def choose(requested: str, device_type: str, group_name: str | None) -> Choice:
+    """The rule. It depends on what is equal on all ranks only, so that all choose alike.
+
+    Raises:
+        NotImplementedError: for a backend that cannot run on this device in this build.
+    """
+    if requested == "collective":
+        return Choice("collective", 'asked for by backend="collective"')
+    device_type = "cpu" if device_type == "meta" else device_type
+    if requested == "megakernel" or (requested == "cpu" and device_type != "cpu"):
+        raise NotImplementedError(
+            f"backend {requested!r} is not in this build of mok for {device_type!r} tensors: use "
+            '"auto", which takes what there is, or "collective".'
+        )
+    if device_type == "cpu":
+        if requested == "cpu":
+            return Choice("cpu", 'asked for by backend="cpu"')
+        if group_name in _not_local:
+            return Choice("collective", _not_local[group_name])
+        if group_name is None:
+            return Choice("cpu", "CPU tensors of one rank")
+        return Choice("cpu", "CPU tensors, and ranks that can map each other's memory")
+    return Choice(
+        "collective", f"this build of mok has no kernels of the layer for {device_type!r} tensors"
+    )
+
+
+@_group.run_at_trace_time
+def runs_collectively(
+    requested: str, device_type: str, group_name: str | None, workspace_name: str | None
+) -> bool:
+    """Whether the call goes to the collective backend; creates the workspace to find out whether
+    the ranks are local, together with all of them, and warns once where they are not."""
+    if choose(requested, device_type, group_name).backend == "collective":
+        if device_type != "cpu" and requested == "auto":
+            _warn_once(device_type, choose(requested, device_type, group_name).reason)
+        return True
+    if requested == "auto" and group_name is not None and workspace_name is not None:
+        try:
+            workspace.ensure(workspace_name)
+        except PeersNotLocalError as error:
+            _not_local[group_name] = str(error)
+            _warn_once(group_name, str(error))
+            return True
+    return False
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(key: str, reason: str) -> None:
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(
+            f'mok falls to the collective backend: {reason} Pass backend="collective" to choose it '
+            "without this warning.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def explain(
+    layer=None,
+    *,
+    backend: str = "auto",
+    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup | None = None,
+) -> Choice:
+    """Which backend a layer's calls take (or calls with these arguments), and why.
+
+    Asks no peer: whether the ranks of a group can map each other's memory is known after the first
+    call only, and assumed before.
+
+        print(mok.explain(layer))    # cpu: CPU tensors of one rank
+
+    Args:
+        layer: a `mok.MoELayer`; the other arguments are taken from it.
+        backend, device, group: as in `mok.moe`.
+
+    Raises:
+        NotImplementedError: if the backend asked for cannot run there.
+    """
+    if layer is not None:
+        return choose(layer.requested_backend, layer.experts.w_gate.device.type, layer.group_name)
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    name = group.group_name if num_ranks > 1 else None
+    return choose(backend, torch.device(device).type, name)
