@@ -29,6 +29,10 @@ MOK_DEVICE void wgmma_wait(Site site = Site::current()) {
     emu::wgmma_wait(kGroups, site);
 }
 
+/// No instruction: what it keeps the device's compiler from, the machine checks.
+template <int N>
+MOK_DEVICE void wgmma_pin(float (&)[N]) {}
+
 /// wgmma.mma_async.m64nNk16.f32.bf16.bf16.
 template <int N, Major kMajorA, Major kMajorB>
 MOK_DEVICE void wgmma_bf16(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate,
