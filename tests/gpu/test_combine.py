@@ -197,3 +197,15 @@ def test_wrong_arguments_are_named(change, message):
     arguments = [None if tensor is None else tensor.cuda() for tensor in case.values()]
     with pytest.raises(ValueError, match=message):
         torch.ops.mok._weighted_sum_out(*arguments, torch.empty(4, 64, device="cuda"))
+
+
+def test_nothing_is_written_once_the_workspace_has_ended():
+    arguments = [t.cuda() for t in make_case(64, 4, 256, BF16) if t is not None]
+    rows, ids_TK, weights_TK = arguments
+    out = torch.full((64, 256), 7.0, dtype=BF16, device="cuda")
+    expired = torch.ones(1, dtype=torch.int32, device="cuda")
+    torch.ops.mok._weighted_sum_out(rows, None, None, ids_TK, weights_TK, out, expired)
+    assert (out == 7).all()
+    expired.zero_()
+    torch.ops.mok._weighted_sum_out(rows, None, None, ids_TK, weights_TK, out, expired)
+    assert (out != 7).any()

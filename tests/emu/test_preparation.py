@@ -1,0 +1,51 @@
+"""The preparation of a call in the emulator: its source gives the host's plan, table and pull
+units, under seeded schedules, for one, two and three ranks."""
+
+import numpy as np
+import pytest
+
+from tests.preparation_cases import FIXED, Case, compare, random_case
+
+
+def check(emulator, case: Case, seed: int, calls: int = 1, policy: str = "by_seed") -> None:
+    ids = case.ids()
+    draw = np.random.default_rng([seed, 17])
+    x = [draw.integers(-9999, 9999, (count, case.hidden), dtype=np.int16) for count in case.tokens]
+    # Few threads, in blocks of several shapes; one block makes the table itself.
+    blocks, warps = [(1, 4), (2, 3), (3, 1), (4, 2)][seed % 4]
+    results = emulator.prepare(
+        case.settings(),
+        case.max_tokens,
+        ids,
+        x,
+        calls,
+        blocks,
+        warps,
+        emulator.RunOptions(seed=seed, policy=policy),
+    )
+    for rank, result in enumerate(results):
+        compare(result, case.expected(ids, rank), f"rank {rank} of {case}")
+        for source, rows in enumerate(result["inputs"]):
+            np.testing.assert_array_equal(rows, x[source], err_msg=f"x of rank {source}")
+
+
+@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("seed", range(4))
+def test_against_the_host(emulator, name, seed):
+    check(emulator, FIXED[name], seed)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_calls(emulator, seed):
+    check(emulator, random_case(1000 + seed), seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_calls_one_after_the_other(emulator, seed):
+    check(emulator, FIXED["three ragged ranks"], seed, calls=3)
+
+
+@pytest.mark.parametrize("policy", ["random", "run_until_blocked", "starved_warps", "late_rank"])
+@pytest.mark.parametrize("name", ["two ranks", "duplicates, cut", "forward saves x"])
+def test_under_every_policy(emulator, name, policy):
+    check(emulator, FIXED[name], 5, policy=policy)
