@@ -67,6 +67,7 @@ MOK_DEVICE void multiply_tile(const Shared& shared, StageCursor& cursor, uint32_
     constexpr uint32_t kStepA = ptx::k16_step_bytes(kMajorA, ptx::Swizzle::k128B);
     constexpr uint32_t kStepB = ptx::k16_step_bytes(kMajorB, ptx::Swizzle::k128B);
     uint32_t previous = 0;
+    ptx::wgmma_pin(accumulators);
     for (int32_t step = 0; step < k_steps; ++step) {
         ptx::mbar_wait(shared.stage_full(cursor.slot), cursor.parity, deadline);
         const uint64_t a = operand_descriptor<kMajorA>(shared.a(cursor.slot, part));
@@ -87,6 +88,7 @@ MOK_DEVICE void multiply_tile(const Shared& shared, StageCursor& cursor, uint32_
         cursor.next();
     }
     ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(accumulators);
     if (lane == 0) ptx::mbar_arrive(shared.stage_empty(previous));
 }
 

@@ -30,6 +30,15 @@ MOK_DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
 }
 
+/// No instruction: ordinary code that touches the accumulators stays on its side of this place. Around a loop
+/// of wgmmas it keeps ptxas from copying them while they are in flight, which it would serialise (C7514,
+/// C7520).
+template <int N>
+MOK_DEVICE void wgmma_pin(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 // Operand lists of N / 2 registers: their numbers in the text, and the array elements behind them.
 #define MOK_TEN(T) \
     "%" T "0, %" T "1, %" T "2, %" T "3, %" T "4, %" T "5, %" T "6, %" T "7, %" T "8, %" T "9, "

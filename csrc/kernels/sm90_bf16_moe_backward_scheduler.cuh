@@ -1,0 +1,119 @@
+// The scheduler warp of the BF16 backward megakernel.
+#pragma once
+
+#include "csrc/kernels/sm90_bf16_moe_backward_params.cuh"
+
+namespace mok::moe_backward_detail {
+
+/// A tile of one row block.
+MOK_DEVICE void set_block_tile(const MoeBackwardParams& params, const schedule::Task& task,
+                               BackwardTask& tile) {
+    const schedule::ScheduleShape& shape = params.shape;
+    const bool gate_up = task.kind == TaskKind::kGateUp;
+    tile.valid_rows = schedule::valid_rows(shape, *params.call.table, task.shared, task.expert, task.begin);
+    tile.row = task.shared ? task.begin * shape.block_m : ring_row(shape, task.begin);
+    tile.column = task.n_tile * static_cast<int32_t>(gate_up ? kTileN / 2 : kTileN);
+    tile.span = tile.span_tile = -1;
+    const int32_t inner = inner_of(params, tile);
+    if (task.kind == TaskKind::kDx) {
+        tile.steps = 2 * steps_of(inner);
+    } else if (task.kind != TaskKind::kRouterGrad) {
+        tile.steps = steps_of(hidden_of(params));
+    }
+    if (task.kind == TaskKind::kDHidden) {
+        tile.chunks = chunks_of(inner - tile.column);
+        if (!task.shared && shape.saves_gate_up(task.chunk)) tile.flags |= kSavedGateUp;
+    }
+    if (schedule::finishes_router_gradient(shape, task)) tile.flags |= kRouter;
+}
+
+/// A tile of a weight gradient, or columns of a bias's.
+MOK_DEVICE void set_gradient_tile(const MoeBackwardParams& params, const schedule::Task& task,
+                                  BackwardTask& tile) {
+    constexpr int32_t kStepsOfBlock = kTileM / kTileK;
+    const schedule::ScheduleShape& shape = params.shape;
+    tile.span = task.shared || has(tile, kZeroes) ? -1 : task.span;
+    tile.span_tile = task.cut_ordinal >= 0 ? task.span_tile : -1;
+    int32_t rows = 0;  // summed over
+    if (!has(tile, kZeroes)) {
+        const int32_t last = task.end - 1;
+        const int32_t valid = schedule::valid_rows(shape, *params.call.table, task.shared, task.expert, last);
+        rows = (last - task.begin) * shape.block_m + valid;
+        tile.steps = (last - task.begin) * kStepsOfBlock + steps_of(valid);
+    }
+    if (!task.shared && shape.saves_x(task.chunk)) tile.flags |= kSavedX;
+    if (task.continues) tile.flags |= kContinues;
+    if (task.unfinished) tile.flags |= kUnfinished;
+    tile.column = task.n_tile * static_cast<int32_t>(kTileN);
+    if (is_bias(tile)) {
+        tile.row = rows;
+        tile.valid_rows = 1;  // one part does it
+        return;
+    }
+    tile.row = task.m_tile * static_cast<int32_t>(kTileM);
+    const int32_t left = gradient_rows(params, tile) - tile.row;
+    tile.valid_rows = left < static_cast<int32_t>(kTileM) ? left : static_cast<int32_t>(kTileM);
+    tile.chunks = chunks_of(gradient_columns(params, tile) - tile.column);
+    const bool adds = params.accumulate && !task.unfinished;
+    const bool is_float = task.unfinished || (gradients_of(params, tile).float32 >> matrix_of(tile) & 1) != 0;
+    if (adds) tile.flags |= kAddsChunks;
+    if (is_float) tile.flags |= kFloatChunks;
+    if (adds || is_float) tile.flags |= kLeavesChunks;
+}
+
+MOK_DEVICE BackwardTask tile_task(const MoeBackwardParams& params, schedule::Task task, int32_t id) {
+    BackwardTask tile{};
+    tile.flags = task.shared ? kShared : 0;
+    if (task.kind == TaskKind::kZeroGrad) {
+        tile.flags |= kZeroes;
+        schedule::set_gradient_tile(params.shape, task.shared ? params.shape.shared : params.shape.routed,
+                                    task.span_tile, task);
+    }
+    tile.kind = static_cast<int32_t>(task.kind);
+    tile.expert = task.shared ? 0 : task.expert;
+    tile.row_block = task.begin;
+    tile.id = id;
+    if (task.is_gradient()) {
+        set_gradient_tile(params, task, tile);
+    } else {
+        set_block_tile(params, task, tile);
+    }
+    return tile;
+}
+
+/// The whole warp: claims the next task when the loader nears the end of one, waits for its operands, hands
+/// it to the block.
+template <bool kTimeline>
+MOK_DEVICE bool run_scheduler(const MoeBackwardParams& params, const Shared& shared) {
+    ptx::Deadline deadline = deadline_at(params, WaitPlace::kScheduler);
+    const uint32_t lane = ptx::lane_idx();
+    TaskCursor cursor;
+    StagingCursor claim;
+    int32_t run_hint = 0;
+    for (bool is_first = true;; is_first = false) {
+        if (!is_first) {
+            ptx::mbar_wait(shared.claim(), claim.parity, deadline);
+            claim.next();
+        }
+        uint32_t index = 0;
+        if (lane == 0) index = ptx::atom_relaxed_gpu_add(params.call.task_claim, 1u);
+        index = ptx::shuffle(index, 0);
+        const schedule::Task task = schedule::decode_task(params.shape, *params.call.table, index, run_hint);
+        BackwardTask tile{};
+        tile.kind = kExitTask;
+        if (task.kind != TaskKind::kExit) {
+            deadline.place = static_cast<uint32_t>(WaitPlace::kTask);
+            const int32_t waited_for = wait_for_operands<true>(params, task, lane, deadline);
+            deadline.place = static_cast<uint32_t>(WaitPlace::kScheduler);
+            tile = tile_task(params, task, static_cast<int32_t>(index));
+            if constexpr (kTimeline) tile.flags |= (waited_for + 1) << kWaitedShift;
+        }
+        if (ptx::any_lane(deadline.expired)) return true;
+        ptx::sync_warp();  // what any lane has acquired comes before lane 0's signal
+        if (lane == 0) publish_task(shared, cursor, tile, deadline);
+        cursor = TaskCursor{ptx::shuffle(cursor.slot, 0), ptx::shuffle(cursor.parity, 0)};
+        if (tile.kind == kExitTask) return ptx::any_lane(deadline.expired);
+    }
+}
+
+}  // namespace mok::moe_backward_detail

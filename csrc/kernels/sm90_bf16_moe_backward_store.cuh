@@ -1,0 +1,200 @@
+// The store warp of the BF16 backward megakernel: staged tiles and chunks to the ring, to gradients and to
+// the rows' home ranks; then the counters.
+#pragma once
+
+#include "csrc/gemm/sm90_dhidden.cuh"
+#include "csrc/kernels/sm90_bf16_moe_backward_params.cuh"
+
+namespace mok::moe_backward_detail {
+
+struct StoreWarp {
+    const MoeBackwardParams& params;
+    const Shared& shared;
+    uint32_t lane;
+    ptx::Deadline deadline;
+    StagingCursor staging[kParts];
+    StageCursor stages;  // where the task's stages begin
+
+    MOK_DEVICE StoreWarp(const MoeBackwardParams& params_in, const Shared& shared_in)
+        : params(params_in),
+          shared(shared_in),
+          lane(ptx::lane_idx()),
+          deadline(deadline_at(params_in, WaitPlace::kStore)) {}
+
+    /// Calls body(part) for each part of the task once it is staged, then gives its buffer back.
+    template <typename Body>
+    MOK_DEVICE void for_staged(const BackwardTask& task, const Body& body) {
+#pragma unroll
+        for (uint32_t part = 0; part < kParts; ++part) {
+            if (deadline.expired || !task.has_part(part)) continue;
+            if (!wait_staged(shared, staging[part], part, deadline)) {
+                deadline.expired = true;
+                continue;
+            }
+            body(part);
+            release_staging(shared, staging[part], part, lane);
+        }
+    }
+
+    /// Calls body(chunk, part, stage) for each part of each chunk that the consumers have left, then gives
+    /// the chunk's stage back.
+    template <typename Body>
+    MOK_DEVICE void for_chunks(const BackwardTask& task, const Body& body) {
+        uint32_t stage = (stages.slot + static_cast<uint32_t>(stages_of(task) - task.chunks)) % kStages;
+        for (int32_t chunk = 0; chunk < task.chunks && !deadline.expired; ++chunk) {
+#pragma unroll
+            for (uint32_t part = 0; part < kParts; ++part) {
+                if (deadline.expired || !task.has_part(part)) continue;
+                if (!take_chunk(shared, staging[part], part, lane, deadline)) {
+                    deadline.expired = true;
+                    continue;
+                }
+                body(chunk, part, stage);
+            }
+            release_chunk(shared, stage, task.parts(), lane);
+            stage = stage + 1 == kStages ? 0 : stage + 1;
+        }
+    }
+
+    MOK_DEVICE void signal(Counter counter, int32_t index, uint32_t value = 1) {
+        ptx::sync_warp();
+        if (lane == 0) ptx::red_release_gpu_add(counter_address(params, counter, index), value);
+    }
+    MOK_DEVICE void signal_block(const BackwardTask& task, Counter counter, uint32_t value = 1) {
+        signal(counter, schedule::counter_block(params.shape, is_shared(task), task.row_block), value);
+    }
+
+    /// gate and up, staged side by side: lanes 0 and 1 store gate's boxes, 2 and 3 up's.
+    MOK_DEVICE void store_gate_up(const BackwardTask& task) {
+        constexpr uint32_t kBoxes = kTileN / 2 / kBoxColumns;
+        const MoeBackwardRows& rows = rows_of(params, task);
+        const int32_t column = task.column + static_cast<int32_t>(lane % kBoxes * kBoxColumns);
+        for_staged(task, [&](uint32_t part) {
+            if (lane < 2 * kBoxes && column < inner_of(params, task)) {
+                ptx::tma_store_2d(lane < kBoxes ? &rows.gate : &rows.up, column,
+                                  task.row + static_cast<int32_t>(part * kPartRows),
+                                  shared.staging(part) + lane * kRowBoxBytes);
+            }
+        });
+        ptx::bulk_wait<0>();
+        signal_block(task, Counter::kGateUp, task.parts());
+    }
+
+    /// Lanes 0 to 2 store dg, du and h' of a chunk.
+    MOK_DEVICE void store_dhidden(const BackwardTask& task) {
+        const MoeBackwardRows& rows = rows_of(params, task);
+        const ptx::TensorMap* map = lane == 0 ? &rows.dgate : lane == 1 ? &rows.dup : &rows.hidden;
+        const uint32_t box = lane == 0 ? kGateBox : lane == 1 ? kUpBox : kHiddenBox;
+        for_chunks(task, [&](int32_t chunk, uint32_t part, uint32_t stage) {
+            if (lane < 3) {
+                ptx::tma_store_2d(map, task.column + chunk * static_cast<int32_t>(kChunkColumns),
+                                  task.row + static_cast<int32_t>(part * kPartRows),
+                                  stage_box(shared, stage, box + part));
+            }
+        });
+        ptx::bulk_wait<0>();
+        signal_block(task, Counter::kDHidden, task.parts());
+    }
+
+    MOK_DEVICE void store_dx(const BackwardTask& task) {
+        HomeRows home[kParts];
+#pragma unroll
+        for (uint32_t part = 0; part < kParts; ++part) home[part] = home_rows(params, task, part, lane);
+        for_staged(task, [&](uint32_t part) {
+            store_rows(params, task, home[part], shared.staging(part), lane);
+            // What the first part has multiplied by, TMA has read for both; router gradients read more.
+            const bool has_read = has(task, kRouter) ? part + 1 == task.parts() : part == 0;
+            if (has_read) signal_block(task, Counter::kDxRead);
+        });
+    }
+
+    MOK_DEVICE void signal_read(const BackwardTask& task) {
+        if (task.span >= 0) signal(Counter::kSpanRead, task.span);
+    }
+    MOK_DEVICE void signal_stored(const BackwardTask& task) {
+        if (task.span_tile < 0) return;
+        ptx::bulk_wait<0>();
+        signal(Counter::kAccumulator, task.span_tile, task.parts());
+    }
+
+    /// Lane i stores box i.
+    MOK_DEVICE void store_wgrad(const BackwardTask& task) {
+        const int32_t matrix = matrix_of(task), columns = gradient_columns(params, task);
+        const bool is_float = has(task, kFloatChunks), is_unfinished = has(task, kUnfinished);
+        const ptx::TensorMap* map =
+            is_unfinished ? &params.accumulators.weight[matrix] : &gradients_of(params, task).weight[matrix];
+        const int32_t expert = is_unfinished ? 0 : task.expert;
+        if (has(task, kLeavesChunks)) {
+            const uint32_t boxes = is_float ? 2 : 1;
+            for_chunks(task, [&](int32_t chunk, uint32_t part, uint32_t stage) {
+                if (chunk == 0 && part == 0) signal_read(task);
+                const int32_t column = task.column + chunk * static_cast<int32_t>(kChunkColumns) +
+                                       static_cast<int32_t>(lane * kChunkColumns / boxes);
+                if (lane < boxes && column < columns) {
+                    ptx::tma_store_3d(map, column, task.row + static_cast<int32_t>(part * kPartRows), expert,
+                                      float_box(shared, stage, part) + lane * kRowBoxBytes);
+                }
+            });
+        } else {
+            for_staged(task, [&](uint32_t part) {
+                if (part == 0) signal_read(task);
+                const int32_t column = task.column + static_cast<int32_t>(lane * kBoxColumns);
+                if (lane < kTileN / kBoxColumns && column < columns) {
+                    ptx::tma_store_3d(map, column, task.row + static_cast<int32_t>(part * kPartRows), expert,
+                                      shared.staging(part) + lane * kRowBoxBytes);
+                }
+            });
+        }
+        signal_stored(task);
+    }
+
+    /// The consumers have stored the results themselves.
+    MOK_DEVICE void finish_sums(const BackwardTask& task) {
+        for_staged(task, [](uint32_t) {});
+        if (is_bias(task)) {
+            signal_read(task);
+            signal_stored(task);
+        } else {
+            signal_block(task, Counter::kDxRead);
+        }
+    }
+
+    MOK_DEVICE void store(const BackwardTask& task) {
+        switch (static_cast<TaskKind>(task.kind)) {
+            case TaskKind::kGateUp:
+                store_gate_up(task);
+                break;
+            case TaskKind::kDHidden:
+                store_dhidden(task);
+                break;
+            case TaskKind::kDx:
+                store_dx(task);
+                break;
+            default:
+                if (is_wgrad(task)) {
+                    store_wgrad(task);
+                } else {
+                    finish_sums(task);
+                }
+        }
+        stages.slot = (stages.slot + static_cast<uint32_t>(stages_of(task))) % kStages;
+    }
+};
+
+/// The whole warp.
+MOK_DEVICE bool run_store_warp(const MoeBackwardParams& params, const Shared& shared) {
+    StoreWarp warp(params, shared);
+    TaskCursor cursor;
+    for (;;) {
+        const BackwardTask task = take_task<BackwardTask>(shared, cursor, warp.lane, warp.deadline);
+        if (task.kind == kExitTask) break;
+        warp.store(task);
+        if (warp.deadline.expired) break;
+    }
+    // Rows on other ranks: complete, and before whatever a later kernel of this stream releases.
+    ptx::bulk_wait<0>();
+    ptx::fence_acq_rel_sys();
+    return warp.deadline.expired;
+}
+
+}  // namespace mok::moe_backward_detail
