@@ -33,10 +33,6 @@ MOK_DEVICE void wgmma_wait(Site site = Site::current()) {
 template <int N>
 MOK_DEVICE void wgmma_pin(float (&)[N]) {}
 
-/// No instruction on the device either.
-template <int N>
-MOK_DEVICE void wgmma_pin(float (&)[N]) {}
-
 /// wgmma.mma_async.m64nNk16.f32.bf16.bf16.
 template <int N, Major kMajorA, Major kMajorB>
 MOK_DEVICE void wgmma_bf16(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate,
