@@ -21,7 +21,7 @@ from tools.native_build import (
 )
 
 # What it shares with the core library, and the CUDA sources that call CUDA instead of a kernel.
-SHARED_SOURCES = ("layout/*.cpp", "schedule/*.cpp", "launch/tensor_map.cpp")
+SHARED_SOURCES = ("layout/*.cpp", "schedule/host_schedule.cpp", "launch/tensor_map.cpp")
 CUDA_API_SOURCES = ("launch.cu", "tensor_map.cu")
 
 
@@ -59,7 +59,8 @@ def ninja_file(config: Config) -> str:
     common = ["-O2", "-DMOK_EMULATOR", "-fvisibility=hidden", "-fno-strict-aliasing"]
     common += ["-Wno-unknown-pragmas", f"-I{config.root}"]
     # A kernel's local holds a wrong number until it is written, as a register may.
-    kernels = ["-x", "c++", "-ftrivial-auto-var-init=pattern"]
+    kernels = ["-ftrivial-auto-var-init=pattern"]
+    planted = config.root / "csrc" / "launch" / "emulator"
     python = [config.torch_home / "include", sysconfig.get_paths()["include"]]
     bindings = config.root / "csrc" / "bindings"
     cpp, cuda = sources(config.root)
@@ -67,9 +68,12 @@ def ninja_file(config: Config) -> str:
     for source in [*cpp, *cuda]:
         flags = [*cxx_flags(), *common]
         if source.suffix == ".cu":
+            flags += ["-x", "c++", *kernels]
+        elif planted in source.parents:
             flags += kernels
         elif bindings in source.parents:
-            flags += [f"-isystem{folder}" for folder in python]
+            # pybind11's templates are much of the build's time, and nothing in them is hot.
+            flags += ["-O1", *(f"-isystem{folder}" for folder in python)]
         objects.append(ninja.build(config.object_file(source), "cxx", [source], flags))
     link_flags = ["-pthread", *shlex.split(os.environ.get("LDFLAGS", ""))]
     link_flags += standard_library_flags(config.cxx)

@@ -107,7 +107,7 @@ void start_launch(Stream& stream) {
     if (stream.next == 0) {
         for (const auto& region : machine->regions) {
             if (!region->region.is_input || region->region.rank != stream.rank) continue;
-            std::memcpy(region->begin, region->contents.data(), region->contents.size());
+            std::memcpy(region->begin, region->initial.data(), region->initial.size());
             state.begin.known.set(static_cast<uint32_t>(region->start_component), 1);
         }
     }
@@ -126,6 +126,14 @@ void start_stream(Stream& stream) {
     start_launch(stream);
 }
 
+/// The host looks at the rank's outputs.
+void keep_outputs(int rank) {
+    for (const auto& region : machine->regions) {
+        if (region->region.is_output && region->region.rank == rank)
+            region->final.assign(region->begin, region->end);
+    }
+}
+
 void end_stream(Stream& stream, const View& end) {
     for (const auto& region : machine->regions) {
         if (!region->region.is_output || region->region.rank != stream.rank) continue;
@@ -136,8 +144,8 @@ void end_stream(Stream& stream, const View& end) {
                 "host, which reads it then, may see anything",
                 stream.rank, describe_global(region->begin + at).c_str(), describe_access(*node).c_str()));
         }
-        region->contents.assign(region->begin, region->end);
     }
+    keep_outputs(stream.rank);
 }
 
 void try_end_launch(LaunchState& state) {
@@ -229,6 +237,7 @@ void trap_launch(LaunchState& state) {
     Machine& m = *machine;
     state.phase = LaunchPhase::kTrapped;
     m.result.trapped.push_back(state.launch->name);
+    keep_outputs(state.launch->rank);
     drop_copies(state);
     for (const auto& block : state.blocks) {
         if (block->has_exited) continue;

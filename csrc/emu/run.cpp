@@ -69,8 +69,8 @@ void hide_inputs() {
     for (const auto& region : machine->regions) {
         if (!region->region.is_input) continue;
         region->start_component = static_cast<int>(new_component());
-        region->contents.assign(region->begin, region->end);
-        std::memset(region->begin, kPoison, region->contents.size());
+        region->initial.assign(region->begin, region->end);
+        std::memset(region->begin, kPoison, region->initial.size());
     }
 }
 
@@ -104,11 +104,7 @@ void take_apart() {
     }
     reap_blocks();
     for (const auto& region : m.regions) {
-        const Region& r = region->region;
-        if (region->contents.empty() || (r.is_input && !r.is_output)) {
-            continue;
-        }
-        std::memcpy(region->begin, region->contents.data(), region->contents.size());
+        if (!region->final.empty()) std::memcpy(region->begin, region->final.data(), region->final.size());
     }
     RunStats& stats = m.result.stats;
     stats.clock_components = m.num_components;

@@ -272,8 +272,9 @@ struct RegionState {
     uint8_t* begin;
     uint8_t* end;
     Shadow shadow{*this};
-    int start_component = -1;       // inputs: known by whoever comes after the launch's begin
-    std::vector<uint8_t> contents;  // inputs before the launch, outputs after it
+    int start_component = -1;      // inputs: known by whoever comes after the launch's begin
+    std::vector<uint8_t> initial;  // inputs: what the host has put there
+    std::vector<uint8_t> final;    // outputs: what the host finds there
 };
 
 /// What a flag's newest value carries to those who acquire it.
