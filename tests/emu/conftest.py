@@ -1,5 +1,6 @@
 """Tests of this folder run GPU kernels on the CPU, in an emulator that is built on demand."""
 
+import faulthandler
 from types import ModuleType
 
 import pytest
@@ -13,6 +14,7 @@ def emulator() -> ModuleType:
     """The `_emulator` module."""
     if not (_emulator.ROOT / "csrc").is_dir():
         pytest.skip("the emulator is built from csrc, which is not here")
+    faulthandler.cancel_dump_traceback_later()  # compiling may take longer than a test
     try:
         return _emulator.load()
     except BuildError as error:

@@ -6,7 +6,10 @@ namespace mok::emulator {
 void bind_run(pybind11::module_& module);
 void bind_ptx_tests(pybind11::module_& module);
 void bind_arithmetic(pybind11::module_& module);
+void bind_planted_bugs(pybind11::module_& module);
+void bind_tile_bugs(pybind11::module_& module);
 void bind_moe_forward(pybind11::module_& module);
+void bind_preparation(pybind11::module_& module);
 }  // namespace mok::emulator
 
 PYBIND11_MODULE(_emulator, module) {
@@ -14,5 +17,8 @@ PYBIND11_MODULE(_emulator, module) {
     mok::emulator::bind_run(module);
     mok::emulator::bind_ptx_tests(module);
     mok::emulator::bind_arithmetic(module);
+    mok::emulator::bind_planted_bugs(module);
+    mok::emulator::bind_tile_bugs(module);
     mok::emulator::bind_moe_forward(module);
+    mok::emulator::bind_preparation(module);
 }

@@ -50,7 +50,12 @@ void Session::place(const std::string& name, const py::array& array, const Use& 
     MOK_CHECK(!use.is_output || array.writeable(), name, " is an output but not writeable; copy it.");
     const size_t bytes = static_cast<size_t>(array.nbytes());
     std::memcpy(memory, array.data(), bytes);
-    emu::Region region;
+    add_region(name, memory, bytes, use, rank);
+    if (use.is_output) outputs_.push_back({array, memory});
+}
+
+void Session::add_region(const std::string& name, void* memory, size_t bytes, const Use& use, int rank) {
+    emu::Region& region = regions_.emplace_back();
     region.name = name;
     region.base = memory;
     region.bytes = bytes;
@@ -59,20 +64,28 @@ void Session::place(const std::string& name, const py::array& array, const Use& 
     region.is_input = use.is_input;
     region.is_output = use.is_output;
     region.is_constant = use.is_constant;
-    regions_.push_back(region);
-    if (use.is_output) outputs_.push_back({array, memory});
 }
 
 void* Session::scratch(const std::string& name, size_t bytes, int rank, bool peer_visible) {
-    emu::Region region;
-    region.name = name;
-    region.base = allocate(bytes);
-    region.bytes = bytes;
-    region.rank = rank;
-    region.peer_visible = peer_visible;
-    std::memset(region.base, emu::kPoison, bytes);
-    regions_.push_back(region);
-    return region.base;
+    void* memory = allocate(bytes);
+    std::memset(memory, emu::kPoison, bytes);
+    add_region(name, memory, bytes, {false, false, peer_visible, /* is_input */ false}, rank);
+    return memory;
+}
+
+void* Session::zeros(const std::string& name, size_t bytes, int rank, bool peer_visible) {
+    void* memory = allocate(bytes);
+    std::memset(memory, 0, bytes);
+    add_region(name, memory, bytes, {false, false, peer_visible, /* is_input */ true}, rank);
+    return memory;
+}
+
+ptx::WaitLimits Session::limits(int rank) {
+    constexpr size_t kRecordAt = 64;
+    constexpr uint64_t kLimitNs = 1'000'000'000;
+    char* memory = static_cast<char*>(zeros("limits", kRecordAt + sizeof(ptx::WaitRecord), rank));
+    return {kLimitNs, reinterpret_cast<uint32_t*>(memory),
+            reinterpret_cast<ptx::WaitRecord*>(memory + kRecordAt), rank};
 }
 
 launch::EmulatorStream& Session::stream(int rank) {

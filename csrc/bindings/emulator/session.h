@@ -14,6 +14,7 @@
 
 #include "csrc/emu/launch.h"
 #include "csrc/launch/emulator/launch.h"
+#include "csrc/ptx/wait_record.h"
 
 namespace mok::emulator {
 
@@ -39,6 +40,11 @@ class Session {
                                    const Use& use);
     /// Memory that the host neither fills nor reads.
     void* scratch(const std::string& name, size_t bytes, int rank = 0, bool peer_visible = false);
+    /// Memory that is zero when the rank's first kernel starts.
+    void* zeros(const std::string& name, size_t bytes, int rank = 0, bool peer_visible = false);
+
+    /// Time limits that no schedule reaches, for kernels whose waits are to succeed.
+    ptx::WaitLimits limits(int rank = 0);
 
     launch::EmulatorStream& stream(int rank = 0);
 
@@ -55,6 +61,7 @@ class Session {
     };
 
     void* allocate(size_t bytes);
+    void add_region(const std::string& name, void* memory, size_t bytes, const Use& use, int rank);
     void place(const std::string& name, const pybind11::array& array, const Use& use, int rank, void* memory);
 
     std::vector<std::unique_ptr<void, FreeDeleter>> memory_;
