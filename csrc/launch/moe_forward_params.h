@@ -27,13 +27,6 @@ constexpr bool all_fit_kernel() {
 }
 static_assert(all_fit_kernel(), "a row of kConfigs has tiles that the sm_90 kernels do not");
 
-inline void check_weights(const char* name, const WeightView& view, int64_t experts, int64_t rows,
-                          int64_t columns) {
-    MOK_CHECK(view.data != nullptr && view.experts == experts && view.rows == rows && view.columns == columns,
-              name, " is [", view.experts, ", ", view.rows, ", ", view.columns, "]: must be [", experts, ", ",
-              rows, ", ", columns, "].");
-}
-
 inline MoeExperts expert_maps(const char* names[3], const MoeExpertViews& views, int64_t experts,
                               int64_t hidden, int64_t inner, bool uses_down) {
     check_weights(names[0], views.gate, experts, inner, hidden);

@@ -10,18 +10,6 @@
 
 namespace mok::launch {
 
-/// BF16 [experts, columns]; null: none.
-struct BiasView {
-    const void* data = nullptr;
-    int64_t expert_stride = 0;  // bytes
-};
-
-/// Gate, up [experts, inner, H], down [experts, H, inner]; the shared expert is a set of one.
-struct MoeExpertViews {
-    WeightView gate, up, down;
-    BiasView b_gate, b_up, b_down;
-};
-
 /// Device memory of one call on one rank, BF16; addresses and strides are multiples of 16 bytes, matrices
 /// without a stride have rows without gaps.
 struct MoeForward {

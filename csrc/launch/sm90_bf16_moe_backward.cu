@@ -1,0 +1,40 @@
+#include "csrc/kernels/sm90_bf16_moe_backward.cuh"
+#include "csrc/launch/launch.cuh"
+#include "csrc/launch/moe_backward_params.h"
+#include "csrc/launch/sm90_bf16_moe_backward.h"
+
+namespace mok::launch {
+
+namespace {
+
+using Kernel = void (*)(MoeBackwardParams);
+
+template <ActivationForm kForm>
+Kernel pick(bool timeline) {
+    return timeline ? sm90_bf16_moe_backward_kernel<kForm, true>
+                    : sm90_bf16_moe_backward_kernel<kForm, false>;
+}
+
+Kernel pick(int32_t activation, bool timeline) {
+    switch (static_cast<ActivationForm>(activation)) {
+        case ActivationForm::kSwiglu:
+            return pick<ActivationForm::kSwiglu>(timeline);
+        case ActivationForm::kSwigluLimit:
+            return pick<ActivationForm::kSwigluLimit>(timeline);
+        case ActivationForm::kGptOss:
+            return pick<ActivationForm::kGptOss>(timeline);
+    }
+    throw std::invalid_argument(concat("activation number ", activation, ": must be 0 to 2."));
+}
+
+}  // namespace
+
+void launch_sm90_bf16_moe_backward(const MoeBackward& backward, void* stream) {
+    const MoeBackwardParams params = moe_backward_params(backward);
+    // One block per multiprocessor of the schedule; they need not all be resident.
+    launch("mok's backward kernel", pick(backward.activation, backward.spans.tasks != nullptr),
+           {static_cast<uint32_t>(backward.shape.sizes.num_sms), sm90::kThreads, sm90::Shared::kBytes},
+           stream, params);
+}
+
+}  // namespace mok::launch
