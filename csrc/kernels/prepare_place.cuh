@@ -53,11 +53,13 @@ MOK_DEVICE void find_chunks(const Block& block, uint32_t num_rows) {
             const uint32_t candidate = segment + block.lane;
             const bool is_expert = candidate < block.experts;
             const uint32_t expert = is_expert ? candidate : block.experts - 1;
+            const uint32_t from = Block::entry(block.shared.begin, expert);
             const bool ends_here = is_expert && Block::entry(block.shared.begin, expert + 1) <= limit;
-            // The rest of a cut segment started in an earlier chunk.
-            const bool starts_here = is_expert && Block::entry(block.shared.begin, expert) >= begin;
             const uint32_t num_fitting = ptx::popcount(ptx::ballot(ends_here));
-            if (starts_here && block.lane <= num_fitting) {
+            // A segment that fits, but for the rest of a cut one, or a cut one that starts the chunk: each
+            // entry is written once.
+            const bool starts_cut = is_expert && block.lane == num_fitting && from == begin;
+            if ((ends_here && from >= begin) || starts_cut) {
                 ptx::store_shared(block.shared.chunk + 4 * expert, chunk);
             }
             segment += num_fitting;

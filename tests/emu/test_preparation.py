@@ -12,7 +12,7 @@ def check(emulator, case: Case, seed: int, calls: int = 1, policy: str = "by_see
     draw = np.random.default_rng([seed, 17])
     x = [draw.integers(-9999, 9999, (count, case.hidden), dtype=np.int16) for count in case.tokens]
     # Few threads, in blocks of several shapes; one block makes the table itself.
-    blocks, warps = [(1, 4), (2, 3), (3, 1), (4, 2)][seed % 4]
+    blocks, warps = [(1, 4), (2, 3), (4, 1), (3, 2)][seed % 4]
     results = emulator.prepare(
         case.settings(),
         case.max_tokens,

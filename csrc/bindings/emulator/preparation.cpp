@@ -56,7 +56,8 @@ class PreparationRun {
     }
 
   private:
-    /// As SymmHeap makes them: the control block is zero but for the barriers' time limit.
+    /// As SymmHeap makes them, long before any launch and known to all ranks: the control block is zero but
+    /// for the barriers' time limit.
     void add_windows() {
         std::vector<py::array> windows;
         for (int rank = 0; rank < num_ranks_; ++rank) {
@@ -66,7 +67,7 @@ class PreparationRun {
             control_head(reinterpret_cast<char*>(window.mutable_data()))->device.limit_ns = kLimitNs;
             windows.push_back(window);
         }
-        windows_ = session_.add_windows("window", windows, Use{false, false, true, true});
+        windows_ = session_.add_windows("window", windows, Use{false, false, true, /* is_input */ false});
     }
 
     launch::Preparation preparation(int rank) const {
