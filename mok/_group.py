@@ -93,6 +93,7 @@ def abort_call(
     hidden_size: int,
     top_k: int,
     dtype: torch.dtype | None,
+    tag: str,
     reason: str,
 ) -> None:
     """Makes the peers raise PeerAbortedError(reason) in the call that this rank cannot make.
@@ -107,6 +108,7 @@ def abort_call(
             hidden_size=hidden_size,
             top_k=top_k,
             dtype=each,
+            tag=tag,
         )
         for each in (torch.bfloat16, torch.float32)
     }

@@ -205,6 +205,7 @@ class MoELayer(nn.Module):
         topk_ids: Tensor | None = None,
         topk_weights: Tensor | None = None,
         return_router_output: bool = False,
+        workspace_tag: str = "",
     ) -> Tensor | tuple[Tensor, RouterOutput]:
         """The layer's output for this rank's tokens; every rank of the group must call it.
 
@@ -216,6 +217,8 @@ class MoELayer(nn.Module):
             return_router_output: also return the router's decisions, for the losses and counts of
                 `mok.router`. It is a value and no attribute of the layer, so
                 that it is right under checkpointing and torch.compile as well.
+            workspace_tag: equal on all ranks; micro-batches that are in flight at a time may use
+                workspaces of their own.
 
         Returns:
             out [..., H] in the compute dtype, or (out, RouterOutput).
@@ -231,7 +234,7 @@ class MoELayer(nn.Module):
         except Exception as error:
             # What raises while Dynamo traces is run again eagerly, and only then told to the peers.
             if self._group_name is not None and not torch.compiler.is_compiling():
-                self._tell_peers(x, str(error))
+                self._tell_peers(x, workspace_tag, str(error))
             raise
         max_tokens = self._agreed_max_tokens(x_TH)
         name = self._group_name
@@ -249,6 +252,7 @@ class MoELayer(nn.Module):
             ring_rows=self.ring_rows,
             backend=self.requested_backend,
             layer_key=self._key,
+            workspace_tag=workspace_tag,
         )
         out = out_TH.reshape(x.shape)
         return (out, router_output) if return_router_output else out
@@ -343,7 +347,7 @@ class MoELayer(nn.Module):
             agreed = _group.agreed_max_tokens(self._key)
         return agreed
 
-    def _tell_peers(self, x, reason):
+    def _tell_peers(self, x, tag, reason):
         """Ends the peers' call with `mok.PeerAbortedError`, wherever they wait in it."""
         max_tokens = self.max_tokens
         if max_tokens is None:
@@ -358,7 +362,8 @@ class MoELayer(nn.Module):
         dtype = compute_dtype(x) if isinstance(x, Tensor) else None
         if dtype not in COMPUTE_DTYPES:
             dtype = None
-        _group.abort_call(self._group_name, max_tokens, self.hidden_size, self.top_k, dtype, reason)
+        sizes = (max_tokens, self.hidden_size, self.top_k)
+        _group.abort_call(self._group_name, *sizes, dtype, tag, reason)
 
     def extra_repr(self) -> str:
         parts = [

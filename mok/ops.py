@@ -54,6 +54,7 @@ def moe(
     ring_rows: int | None = None,
     backend: str = "auto",
     layer_key: str | None = None,
+    workspace_tag: str = "",
 ) -> Tensor:
     """A whole expert-parallel MoE layer: out_t = w_s shared(x_t) + sum_k w_tk expert_{id_tk}(x_t).
 
@@ -86,6 +87,8 @@ def moe(
         layer_key: who calls. A caller with a key stays with the workspaces of its first calls, and
             raises WorkspaceClosedError once they are closed; without one, closed workspaces are
             replaced by new ones.
+        workspace_tag: equal on all ranks; calls with different tags use different workspaces, so
+            that two micro-batches can be in flight.
 
     Returns:
         out [T, H] in x's dtype.
@@ -110,7 +113,8 @@ def moe(
         check_weights("shared_weight_T", shared_weight_T)
     except Exception as error:
         if group is not None and not torch.compiler.is_compiling():
-            _tell_peers(group, is_collective, x_TH, topk_ids_TK, w_gate, max_tokens, str(error))
+            call = (x_TH, topk_ids_TK, w_gate, max_tokens, workspace_tag)
+            _tell_peers(group, is_collective, *call, str(error))
         raise
     num_experts = w_gate.shape[0] * num_ranks
     hidden, top_k = x_TH.shape[-1], topk_ids_TK.shape[-1]
@@ -120,9 +124,9 @@ def moe(
         max_tokens = _agreed_max_tokens(group, x_TH, hidden, top_k)
     name = ""
     if not is_collective and group is None:
-        name = _local_workspace()
+        name = _local_workspace(workspace_tag)
     elif not is_collective:
-        name = _declare(layer_key, group_name, max_tokens, hidden, top_k, x_TH.dtype)
+        name = _declare(layer_key, group_name, max_tokens, hidden, top_k, x_TH.dtype, workspace_tag)
     is_collective = _backend.runs_collectively(backend, device_type, group_name, name)
     if ring_rows is None:
         ring_rows = default_ring_rows(num_ranks, num_experts, top_k, max_tokens)
@@ -172,9 +176,11 @@ _run_collectively = _group.run_eagerly(_collective.forward)
 
 
 @_group.run_at_trace_time
-def _local_workspace() -> str:
+def _local_workspace(tag: str = "") -> str:
     """One rank needs scratch only: one workspace serves calls of all sizes."""
-    return workspace.declare(None, max_tokens=0, hidden_size=1, top_k=1, dtype=torch.float32)
+    return workspace.declare(
+        None, max_tokens=0, hidden_size=1, top_k=1, dtype=torch.float32, tag=tag
+    )
 
 
 _names_of_layers: dict[tuple, str] = {}
@@ -188,13 +194,14 @@ def _declare(
     hidden: int,
     top_k: int,
     dtype: torch.dtype,
+    tag: str,
 ) -> str:
-    key = (layer_key, group_name, max_tokens, hidden, top_k, dtype)
+    key = (layer_key, group_name, max_tokens, hidden, top_k, dtype, tag)
     name = _names_of_layers.get(key)
     if name is None:
         group = _group.resolve_group(group_name)
         name = workspace.declare(
-            group, max_tokens=max_tokens, hidden_size=hidden, top_k=top_k, dtype=dtype
+            group, max_tokens=max_tokens, hidden_size=hidden, top_k=top_k, dtype=dtype, tag=tag
         )
         if layer_key is not None:
             _names_of_layers[key] = name
@@ -217,7 +224,7 @@ def _sizes_key(group: dist.ProcessGroup, hidden: int, top_k: int) -> str:
 
 
 def _tell_peers(
-    group, is_collective: bool, x_TH, topk_ids_TK, w_gate, max_tokens, reason: str
+    group, is_collective: bool, x_TH, topk_ids_TK, w_gate, max_tokens, tag: str, reason: str
 ) -> None:
     """Ends the peers' call, wherever they wait in it: this rank cannot make it."""
     valid = isinstance(max_tokens, int | None) and (max_tokens is None or max_tokens >= 0)
@@ -235,4 +242,4 @@ def _tell_peers(
         _collective.tell_peers(group, x_TH.device, reason)
         return
     dtype = x_TH.dtype if x_TH.dtype in COMPUTE_DTYPES else None
-    _group.abort_call(group.group_name, max_tokens, hidden, top_k, dtype, reason)
+    _group.abort_call(group.group_name, max_tokens, hidden, top_k, dtype, tag, reason)

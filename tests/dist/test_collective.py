@@ -1,4 +1,4 @@
-"""The collective backend over gloo: within the tolerance, all shapes, and how a group falls to it."""
+"""The collective backend over gloo: tolerance, shapes, refusals, and how a group falls to it."""
 
 import warnings
 
