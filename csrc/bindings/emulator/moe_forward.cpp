@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "csrc/bindings/emulator/session.h"
+#include "csrc/launch/peer_barrier.h"
 #include "csrc/launch/sm90_bf16_grouped_gemm.h"
 #include "csrc/launch/sm90_bf16_moe_forward.h"
 #include "csrc/layout/check.h"
@@ -119,7 +120,13 @@ class ForwardRun {
             x_.push_back(static_cast<const char*>(
                 session_.add("x", ranks_[r].x, Use{false, true, true, true}, static_cast<int>(r))));
         }
-        for (size_t r = 0; r < ranks_.size(); ++r) add_launch(static_cast<int>(r));
+        add_peer_groups();
+        for (size_t r = 0; r < ranks_.size(); ++r) {
+            void* stream = &session_.stream(static_cast<int>(r));
+            launch::launch_peer_barrier(groups_[r], PeerPhase::kInputs, stream);
+            add_launch(static_cast<int>(r));
+            launch::launch_peer_barrier(groups_[r], PeerPhase::kOutputs, stream);
+        }
     }
 
     emu::RunResult run(const emu::RunOptions& options) {
@@ -156,6 +163,25 @@ class ForwardRun {
         build_plan(plan_shape, routes.data(), plan);
         schedules_.push_back(std::make_unique<schedule::HostSchedule>(
             plan_shape, schedule::make_schedule_shape(sizes, config), std::move(plan)));
+    }
+
+    /// Control blocks for the barriers before and after the kernels.
+    void add_peer_groups() {
+        const int num_ranks = static_cast<int>(ranks_.size());
+        std::vector<char> block(static_cast<size_t>(control_block_bytes(num_ranks)));
+        control_head(block.data())->device.limit_ns = kLimitNs;
+        const py::array_t<char> array(static_cast<py::ssize_t>(block.size()), block.data());
+        const std::vector<void*> windows = session_.add_windows(
+            "control", std::vector<py::array>(ranks_.size(), array), Use{false, false, true, false});
+        const int64_t stride =
+            num_ranks > 1 ? static_cast<char*>(windows[1]) - static_cast<char*>(windows[0]) : 0;
+        const std::vector<char> empty(sizeof(PeerRecord));
+        const py::array_t<char> record(static_cast<py::ssize_t>(empty.size()), empty.data());
+        for (int r = 0; r < num_ranks; ++r) {
+            void* memory = session_.add("record", record, Use{}, emu::Region::kAnyRank);
+            groups_.push_back(
+                {static_cast<char*>(windows[r]), stride, static_cast<PeerRecord*>(memory), r, num_ranks});
+        }
     }
 
     schedule::PreparedCall prepared(int rank, const ptx::WaitLimits& limits) {
@@ -285,6 +311,7 @@ class ForwardRun {
     std::vector<void*> windows_;
     std::vector<const char*> x_;
     std::vector<py::array_t<uint32_t>> counters_;
+    std::vector<PeerGroup> groups_;
 };
 
 emu::RunResult moe_forward(const LayerArgument& layer, const std::vector<RankArgument>& ranks,
