@@ -77,7 +77,7 @@ if wanted tests; then
 fi
 
 if wanted benchmarks; then
-    for name in ${BENCHMARKS:-preparation combine barrier grouped_gemm}; do
+    for name in ${BENCHMARKS:-preparation combine barrier grouped_gemm moe_forward}; do
         run "bench-$name" 60 "$PYTHON" "benchmarks/$name.py" --out "$OUT"
         [ -s "$OUT/bench-$name.log" ] && cat "$OUT/bench-$name.log"
     done

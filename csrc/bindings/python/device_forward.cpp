@@ -1,0 +1,190 @@
+// mok._C: the forward pass of one rank on a GPU, stage by stage, for tests and benchmarks of its kernels.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "csrc/bindings/schedule_settings.h"
+#include "csrc/layout/check.h"
+#include "csrc/symm/workspace.h"
+#if defined(MOK_WITH_SM90)
+#include "csrc/launch/device_call.h"
+#include "csrc/launch/sm90_bf16_moe_forward.h"
+#include "csrc/launch/weighted_sum.h"
+#include "csrc/schedule/host_schedule.h"
+#endif
+
+namespace py = pybind11;
+
+namespace mok::python {
+
+#if defined(MOK_WITH_SM90)
+
+namespace {
+
+/// Tensors by name: integers, and tuples of (address, strides in bytes ...).
+class Arguments {
+  public:
+    explicit Arguments(const py::dict& values) : values_(values) {}
+
+    bool has(const char* name) const { return values_.contains(name); }
+    int64_t integer(const char* name, int64_t otherwise = 0) const {
+        return has(name) ? values_[name].cast<int64_t>() : otherwise;
+    }
+    void* address(const char* name) const { return reinterpret_cast<void*>(integer(name)); }
+    launch::WeightView weights(const char* name, int64_t experts, int64_t rows, int64_t columns) const {
+        if (!has(name)) return {};
+        const auto [data, expert_stride, row_stride] =
+            values_[name].cast<std::tuple<uintptr_t, int64_t, int64_t>>();
+        return {reinterpret_cast<const void*>(data), experts, rows, columns, expert_stride, row_stride};
+    }
+    launch::BiasView bias(const char* name) const {
+        if (!has(name)) return {};
+        const auto [data, expert_stride] = values_[name].cast<std::tuple<uintptr_t, int64_t>>();
+        return {reinterpret_cast<const void*>(data), expert_stride};
+    }
+
+  private:
+    py::dict values_;
+};
+
+enum Stage : int64_t { kPrepare = 1, kKernel = 2, kMeet = 4, kSum = 8 };
+
+class DeviceForward {
+  public:
+    DeviceForward(std::shared_ptr<Workspace> workspace, const py::dict& settings, int32_t top_k,
+                  int64_t max_tokens)
+        : workspace_(std::move(workspace)),
+          sizes_(bindings::schedule_sizes(settings)),
+          config_(bindings::kernel_config(settings)) {
+        PlanShape& plan = preparation_.plan;
+        plan.rank = workspace_->rank();
+        plan.num_ranks = workspace_->num_ranks();
+        plan.num_experts = settings["num_experts"].cast<int32_t>();
+        plan.top_k = top_k;
+        plan.max_tokens = max_tokens;
+        plan.pad = settings["pad"].cast<int64_t>();
+        sizes_.num_local_experts = plan.num_local_experts();
+        schedule::check_schedule(plan, sizes_, config_);
+        preparation_.most_blocks = workspace_->most_blocks;
+    }
+
+    void launch(const py::dict& tensors, int64_t stages, uintptr_t stream) {
+        const Arguments arguments(tensors);
+        sizes_.num_tokens = arguments.integer("num_tokens");
+        preparation_.shape = schedule::make_schedule_shape(sizes_, config_);
+        launch::DeviceCall call(*workspace_, reinterpret_cast<void*>(stream));
+        if ((stages & kPrepare) != 0) prepare(call, arguments);
+        if ((stages & kKernel) != 0) run_kernel(call, arguments);
+        if ((stages & kMeet) != 0) call.meet_outputs();
+        if ((stages & kSum) != 0) sum(call, arguments);
+    }
+
+  private:
+    void prepare(launch::DeviceCall& call, const Arguments& arguments) {
+        CallHeader header{};
+        header.kind = static_cast<int64_t>(CallKind::kForward);
+        header.num_tokens = sizes_.num_tokens;
+        header.num_experts = preparation_.plan.num_experts;
+        header.top_k = preparation_.plan.top_k;
+        header.hidden = sizes_.hidden;
+        header.intermediate = sizes_.intermediate;
+        header.shared_intermediate = sizes_.shared_intermediate;
+        header.dtype = static_cast<int64_t>(workspace_->dtype);
+        header.save = static_cast<int64_t>(sizes_.save);
+        header.ring_rows = sizes_.ring_rows;
+        header.max_tokens = preparation_.plan.max_tokens;
+        const launch::CallTensors inputs{arguments.address("topk_ids"),
+                                         arguments.integer("ids_are_int64") != 0,
+                                         {arguments.address("x"), arguments.integer("x_stride")},
+                                         {}};
+        char* memory = call.scratch(call.preparation_memory(preparation_, header, inputs));
+        prepared_ = call.prepare(preparation_, header, inputs, memory);
+    }
+
+    /// Several ranks: in the window; one: wherever the caller has them.
+    void* home_rows(const launch::DeviceCall& call, const Arguments& arguments) const {
+        if (workspace_->num_ranks() == 1) return arguments.address("home_rows");
+        return call.group().window + workspace_->layout.rows;
+    }
+
+    void run_kernel(launch::DeviceCall& call, const Arguments& arguments) const {
+        const int64_t experts = sizes_.num_local_experts, hidden = sizes_.hidden, inner = sizes_.intermediate,
+                      shared = sizes_.shared_intermediate;
+        launch::MoeForward forward{};
+        forward.shape = preparation_.shape;
+        forward.call = prepared_;
+        forward.routed.gate = arguments.weights("w_gate", experts, inner, hidden);
+        forward.routed.up = arguments.weights("w_up", experts, inner, hidden);
+        forward.routed.down = arguments.weights("w_down", experts, hidden, inner);
+        forward.routed.b_gate = arguments.bias("b_gate");
+        forward.routed.b_up = arguments.bias("b_up");
+        forward.routed.b_down = arguments.bias("b_down");
+        forward.shared.gate = arguments.weights("shared_gate", 1, shared, hidden);
+        forward.shared.up = arguments.weights("shared_up", 1, shared, hidden);
+        forward.shared.down = arguments.weights("shared_down", 1, hidden, shared);
+        forward.x = arguments.address("x");
+        forward.x_stride = arguments.integer("x_stride");
+        forward.ring_x = arguments.address("ring_x");
+        forward.ring_hidden = arguments.address("ring_hidden");
+        forward.shared_hidden = arguments.address("shared_hidden");
+        forward.shared_rows = arguments.address("shared_rows");
+        forward.home_rows = home_rows(call, arguments);
+        forward.window_stride = call.group().stride;
+        forward.saved_x = arguments.address("saved_x");
+        forward.saved_gate = arguments.address("saved_gate");
+        forward.saved_up = arguments.address("saved_up");
+        forward.save_rows = arguments.integer("save_rows");
+        forward.saved_shared_gate = arguments.address("saved_shared_gate");
+        forward.saved_shared_up = arguments.address("saved_shared_up");
+        forward.activation = static_cast<int32_t>(arguments.integer("activation"));
+        forward.limit = static_cast<float>(arguments.integer("limit_millis")) * 1e-3f;
+        forward.rank = workspace_->rank();
+        forward.limits = call.limits();
+        forward.spans.tasks = static_cast<TaskSpan*>(arguments.address("task_spans"));
+        forward.spans.num_tasks = arguments.integer("num_task_spans");
+        forward.spans.pulls = static_cast<TaskSpan*>(arguments.address("pull_spans"));
+        forward.spans.num_pulls = arguments.integer("num_pull_spans");
+        launch::launch_sm90_bf16_moe_forward(forward, call.stream());
+    }
+
+    void sum(const launch::DeviceCall& call, const Arguments& arguments) const {
+        launch::WeightedSum sum{};
+        sum.dtype = DType::kBFloat16;
+        sum.tokens = sizes_.num_tokens;
+        sum.top_k = preparation_.plan.top_k;
+        sum.hidden = sizes_.hidden;
+        sum.rows = home_rows(call, arguments);
+        sum.shared_rows = arguments.address("shared_rows");
+        sum.ids = prepared_.ids;
+        sum.weights = static_cast<const float*>(arguments.address("topk_weights"));
+        sum.out = arguments.address("out");
+        sum.rows_stride = sum.shared_stride = sum.out_stride = sizes_.row_bytes;
+        sum.expired = prepared_.expired;
+        launch::launch_weighted_sum(sum, call.stream());
+    }
+
+    std::shared_ptr<Workspace> workspace_;
+    schedule::ScheduleSizes sizes_;
+    schedule::KernelConfig config_;
+    launch::Preparation preparation_;
+    schedule::PreparedCall prepared_{};
+};
+
+}  // namespace
+
+void bind_device_forward(py::module_& module) {
+    py::class_<DeviceForward>(module, "DeviceForward",
+                              "The sm_90a forward pass of one rank over memory that the caller holds.")
+        .def(py::init<std::shared_ptr<Workspace>, const py::dict&, int32_t, int64_t>(), py::arg("workspace"),
+             py::arg("settings"), py::arg("top_k"), py::arg("max_tokens"))
+        .def("launch", &DeviceForward::launch, py::arg("tensors"), py::arg("stages"), py::arg("stream"),
+             "Stages: 1 preparation, 2 the megakernel, 4 the barrier behind it, 8 the weighted sum.");
+    module.attr("TASK_SPAN_BYTES") = sizeof(TaskSpan);
+}
+
+#else
+
+void bind_device_forward(py::module_&) {}
+
+#endif  // MOK_WITH_SM90
+
+}  // namespace mok::python
