@@ -85,8 +85,7 @@ MOK_DEVICE void finish_dhidden(const MoeBackwardParams& params, const Shared& sh
     });
 }
 
-MOK_DEVICE void finish_dx(const MoeBackwardParams& params, const Shared& shared, const BackwardTask& task,
-                          Consumer& self, ptx::Deadline& deadline,
+MOK_DEVICE void finish_dx(const Shared& shared, Consumer& self, ptx::Deadline& deadline,
                           const float (&accumulators)[kAccumulators]) {
     uint32_t words[kWords];
     round_part(accumulators, words);
@@ -160,7 +159,7 @@ MOK_DEVICE void make_block_tile(const MoeBackwardParams& params, const Shared& s
     if (is_dhidden) {
         finish_dhidden<kForm>(params, shared, task, rows, self, deadline, accumulators);
     } else {
-        finish_dx(params, shared, task, self, deadline, accumulators);
+        finish_dx(shared, self, deadline, accumulators);
     }
 }
 

@@ -9,6 +9,7 @@ void bind_arithmetic(pybind11::module_& module);
 void bind_planted_bugs(pybind11::module_& module);
 void bind_tile_bugs(pybind11::module_& module);
 void bind_moe_forward(pybind11::module_& module);
+void bind_moe_backward(pybind11::module_& module);
 void bind_preparation(pybind11::module_& module);
 }  // namespace mok::emulator
 
@@ -20,5 +21,6 @@ PYBIND11_MODULE(_emulator, module) {
     mok::emulator::bind_planted_bugs(module);
     mok::emulator::bind_tile_bugs(module);
     mok::emulator::bind_moe_forward(module);
+    mok::emulator::bind_moe_backward(module);
     mok::emulator::bind_preparation(module);
 }

@@ -1,0 +1,77 @@
+"""The backward megakernel in the emulator: its source gives the CPU executor's bits, under seeded
+schedules, for every feature and several ranks."""
+
+import pytest
+
+from mok import _C
+from tests.emu._moe_backward import BackwardData, BackwardLayer, ExpectedBackward, check
+from tests.emu._moe_forward import ISA
+
+pytestmark = pytest.mark.skipif(
+    ISA not in _C.kernels.available(), reason=f"this processor has no {ISA}"
+)
+
+Case = BackwardLayer
+ROUTED = ("w_gate", "w_up", "w_down")
+CASES = {
+    "one rank": Case((150,)),
+    "two ranks": Case((150, 70)),
+    "three ranks": Case((90, 40, 130), num_experts=6, top_k=3),
+    "small sizes": Case((33,), hidden=8, intermediate=8),
+    "several tiles": Case((140,), hidden=520, intermediate=264, num_experts=2),
+    "shared expert": Case((150, 20), shared=200),
+    "shared expert, saved": Case((150, 20), shared=40, save="all", shared_weighted=False),
+    "biases": Case((100, 50), biases=True, intermediate=152, hidden=264),
+    "limit": Case((60,), activation="swiglu_limit", biases=True, save="gate_up"),
+    "gpt-oss": Case((60,), activation="gpt_oss", biases=True),
+    "saves gate and up": Case((150, 70), save="gate_up"),
+    "saves all": Case((100, 170), save="all"),
+    "chunks": Case((300, 100), ring_rows=256, num_experts=8),
+    "chunks, saved": Case((300, 100), ring_rows=384, num_experts=8, save="all"),
+    "chunks, gate and up": Case(
+        (300, 100), ring_rows=256, num_experts=8, save="gate_up", biases=True
+    ),
+    "cut segments": Case((700,), ring_rows=128, skew=0.8, hidden=16, intermediate=16, biases=True),
+    "cut segments, saved": Case((600, 30), ring_rows=256, skew=0.9, save="gate_up", hidden=72),
+    "packed": Case((70,), view="packed", hidden=64, intermediate=192, num_experts=2),
+    "interleaved": Case((70,), view="interleaved", hidden=64, intermediate=192, num_experts=2),
+    "FP32 gradients": Case((90,), float32=ROUTED, shared=24),
+    "adds to FP32": Case((90, 33), float32=ROUTED, accumulate=True, hidden=296),
+    "adds to BF16": Case((90, 33), accumulate=True, biases=True, intermediate=264, num_experts=16),
+    "adds, cut segments": Case((500,), ring_rows=128, skew=0.9, hidden=24, accumulate=True),
+    "some in FP32": Case(
+        (90,), float32=("w_up", "b_down", "shared_w_down"), biases=True, shared=24
+    ),
+    "frozen experts": Case((150, 70), gradients=("x", "weights"), save="gate_up"),
+    "frozen x": Case((150, 70), gradients=("weights", *ROUTED), biases=True),
+    "router alone": Case((150, 70), gradients=("weights", "shared_weight"), shared=40),
+    "one matrix": Case((100,), gradients=("w_down",)),
+    "nothing but biases": Case((140,), gradients=("b_gate", "b_up", "b_down"), biases=True),
+    "nothing": Case((50,), gradients=()),
+    "no tokens on one rank": Case((0, 120), shared=16),
+    "no tokens": Case((0, 0), shared=16),
+    "one token": Case((1,)),
+    "no routes": Case((50, 50), none_share=1.0),
+    "one block": Case((150, 70), num_blocks=1),
+    "rows in pieces": Case((20, 10), hidden=4104, intermediate=8, num_experts=2),
+}
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda name: name.replace(" ", "-"))
+def expected(request) -> ExpectedBackward:
+    return ExpectedBackward(BackwardData(CASES[request.param]))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equals_the_executor(emulator, expected, seed):
+    check(emulator, expected, emulator.RunOptions(seed=seed))
+
+
+@pytest.mark.parametrize(
+    "policy", ["random", "run_until_blocked", "starved_warps", "held_copies", "late_rank"]
+)
+@pytest.mark.parametrize("name", ["two ranks", "chunks, gate and up", "shared expert, saved"])
+def test_under_every_policy(emulator, name, policy):
+    expected = ExpectedBackward(BackwardData(CASES[name]))
+    for seed in range(2):
+        check(emulator, expected, emulator.RunOptions(seed=seed, policy=policy))
