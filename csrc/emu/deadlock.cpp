@@ -9,10 +9,20 @@ namespace mok::emu {
 
 namespace {
 
+bool is_bounded(const Thread& thread) {
+    return thread.wait.kind == WaitKind::kMbarrier || thread.wait.kind == WaitKind::kPoll;
+}
+
+/// What the thread is at: of a bounded wait the wrapper, not what its test has read last.
+std::string describe_place(const Thread& thread) {
+    const bool bounded = is_bounded(thread);
+    return text("%s at %s", bounded ? thread.wait_place.instruction : thread.instruction,
+                describe(bounded ? thread.wait_place.site : thread.site).c_str());
+}
+
 bool is_same_wait(const Thread& a, const Thread& b) {
-    return a.exited == b.exited && std::strcmp(a.instruction, b.instruction) == 0 &&
-           a.wait.kind == b.wait.kind && a.wait.number == b.wait.number &&
-           a.wait.expected == b.wait.expected && a.wait.flag == b.wait.flag;
+    return a.exited == b.exited && describe_place(a) == describe_place(b) && a.wait.kind == b.wait.kind &&
+           a.wait.number == b.wait.number && a.wait.expected == b.wait.expected && a.wait.flag == b.wait.flag;
 }
 
 std::string describe_mbarrier(const Block& block, const Wait& wait) {
@@ -33,8 +43,8 @@ std::string describe_wait(const Thread& thread) {
         case WaitKind::kNone:
             return "nothing";
         case WaitKind::kLanes: {
-            const uint32_t here = thread.warp->exchange.lanes;
-            return text("other lanes of its warp; here are %#x", here);
+            const uint32_t missing = thread.warp->present & ~thread.warp->exchange.lanes;
+            return text("the other lanes of its warp; missing are%s", describe_lanes(missing).c_str());
         }
         case WaitKind::kNamed: {
             const NamedBarrier& barrier = block.named[wait.number];
@@ -80,11 +90,10 @@ void fail_deadlock() {
                     uint32_t end = lane + 1;
                     while (end < kLanes && is_same_wait(thread, warp.lanes[end])) ++end;
                     if (!thread.exited) {
-                        const std::string lanes =
-                            lane == 0 && end == kLanes ? "" : text(" to lane %u", end - 1);
-                        message += text("\n  %s%s: %s at %s waits for %s", describe(thread).c_str(),
-                                        lanes.c_str(), thread.instruction, describe(thread.site).c_str(),
-                                        describe_wait(thread).c_str());
+                        const uint32_t lanes =
+                            end - lane == kLanes ? ~0u : ((1u << (end - lane)) - 1) << lane;
+                        message += text("\n  %s: %s waits for %s", describe_warp(warp, lanes).c_str(),
+                                        describe_place(thread).c_str(), describe_wait(thread).c_str());
                     }
                     lane = end;
                 }

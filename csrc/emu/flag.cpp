@@ -111,6 +111,11 @@ void fence(Scope scope) {
     release(me, me.released[farthest]);
 }
 
+void begin_wait(const char* wrapper, Site site) {
+    enter(wrapper, site);
+    machine->current->wait_place = {wrapper, site};
+}
+
 void begin_poll() {
     Thread& me = *machine->current;
     me.is_polling = true;

@@ -24,6 +24,7 @@ uint8_t* access_shared(Thread& thread, uint32_t address, uint32_t bytes, Access 
 
 /// The region that an address is nearest to, for the report.
 std::string nearest_region(const uint8_t* address) {
+    if (address == nullptr) return "a null pointer";
     const RegionState* nearest = nullptr;
     for (const auto& region : machine->regions) {
         if (region->begin <= address) nearest = region.get();
@@ -86,7 +87,7 @@ RegionState& locate_global(const void* address, size_t bytes, bool writes) {
         }
         if (low > 0 && at < m.regions[low - 1]->end) region = m.regions[low - 1].get();
         if (region == nullptr) {
-            fail(ErrorKind::kBounds, text("touches %zu bytes of global memory at %p, %s", bytes, address,
+            fail(ErrorKind::kBounds, text("touches %zu bytes of global memory at %p: %s", bytes, address,
                                           nearest_region(at).c_str()));
         }
         m.last_region = region;

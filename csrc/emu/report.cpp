@@ -1,5 +1,6 @@
 #include "csrc/emu/report.h"
 
+#include <bit>
 #include <cstdarg>
 #include <cstdio>
 
@@ -12,25 +13,6 @@ namespace {
 constexpr const char* kKindNames[] = {"deadlock", "order",    "proxy",  "bounds", "alignment",
                                       "barrier",  "diverged", "exited", "usage",  "limit"};
 
-std::string describe_lanes(uint32_t lanes) {
-    if (lanes == ~0u) return "";
-    const uint32_t first = static_cast<uint32_t>(__builtin_ctz(lanes));
-    if ((lanes & (lanes - 1)) == 0) return text(" lane %u", first);
-    return text(" lanes %#x", lanes);
-}
-
-std::string describe_warp(const Warp& warp, uint32_t lanes) {
-    const Launch& launch = *warp.block->launch->launch;
-    std::string role;
-    for (const WarpRole& candidate : launch.roles) {
-        if (warp.idx >= candidate.first_warp && warp.idx < candidate.first_warp + candidate.warps) {
-            role = " (" + candidate.name + ")";
-        }
-    }
-    return text("rank %d block %u warp %u%s%s", launch.rank, warp.block->idx, warp.idx, role.c_str(),
-                describe_lanes(lanes).c_str());
-}
-
 std::string describe_place(const Shadow& shadow, uint64_t at) {
     return shadow.block != nullptr ? describe_shared(*shadow.block, at)
                                    : describe_global(shadow.region->begin + at);
@@ -40,7 +22,10 @@ const char* verb(Access access) {
     return access.reads && access.writes ? "adds to" : access.writes ? "writes" : "reads";
 }
 
-const char* advice(const ShadowNode& node) {
+const char* advice(const ShadowNode& node, Access access) {
+    if (access.scope != Scope::kNone && node.access.scope != Scope::kNone) {
+        return "between ranks both accesses to a flag need sys scope, between blocks of a rank gpu scope";
+    }
     if (node.record == nullptr)
         return "a barrier, mbarrier or flag with release and acquire must lie between";
     if (std::strncmp(node.record->instruction, "wgmma", 5) == 0) {
@@ -71,6 +56,27 @@ std::string text(const char* format, ...) {
     vsnprintf(buffer, sizeof(buffer), format, arguments);
     va_end(arguments);
     return buffer;
+}
+
+std::string describe_lanes(uint32_t lanes) {
+    if (lanes == ~0u) return "";
+    const uint32_t first = static_cast<uint32_t>(std::countr_zero(lanes));
+    const uint32_t count = static_cast<uint32_t>(std::popcount(lanes));
+    if (count == 1) return text(" lane %u", first);
+    if (lanes >> first == (1u << count) - 1) return text(" lanes %u-%u", first, first + count - 1);
+    return text(" lanes %#x", lanes);
+}
+
+std::string describe_warp(const Warp& warp, uint32_t lanes) {
+    const Launch& launch = *warp.block->launch->launch;
+    std::string role;
+    for (const WarpRole& candidate : launch.roles) {
+        if (warp.idx >= candidate.first_warp && warp.idx < candidate.first_warp + candidate.warps) {
+            role = " (" + candidate.name + ")";
+        }
+    }
+    return text("rank %d block %u warp %u%s%s", launch.rank, warp.block->idx, warp.idx, role.c_str(),
+                describe_lanes(lanes).c_str());
 }
 
 std::string describe(const Thread& thread) {
@@ -146,7 +152,13 @@ void fail_order(const Shadow& shadow, uint64_t page_begin, const Thread& viewer,
     if (is_async && node.record != nullptr && node.record->is_reduction && access.reads) {
         message += ", so the order of the two sums is free";
     }
-    stop_run(prefix(ErrorKind::kOrder, me) + message + ": " + advice(node) + ".");
+    if (node.record == nullptr && node.access.writes && is_known(node.stamp, viewer, true)) {
+        stop_run(
+            prefix(ErrorKind::kOrder, me) + message +
+            ": between blocks of a cluster what was written is handed on by mbar_arrive_cluster_release and "
+            "mbar_wait_acquire_cluster; the plain forms hand on reads only.");
+    }
+    stop_run(prefix(ErrorKind::kOrder, me) + message + ": " + advice(node, access) + ".");
 }
 
 void report_proxy(const Shadow& shadow, uint64_t page_begin, const Thread& viewer, Access access,

@@ -10,6 +10,9 @@ namespace mok::emu {
 std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 std::string describe(const Thread& thread);
+/// " lane 3", " lanes 1-31", nothing for all.
+std::string describe_lanes(uint32_t lanes);
+std::string describe_warp(const Warp& warp, uint32_t lanes);
 std::string describe(Site site);
 /// Shared memory of a block, by the launch's names.
 std::string describe_shared(const Block& block, uint64_t address);

@@ -32,14 +32,14 @@ bool wake_idle() {
     Wake reason = Wake::kIdle;
     if (++m.idle_rounds > kIdleRounds) {
         if (!m.options.time_outs) return false;
-        const uint64_t now = timer_ns();
         uint64_t next = 0;
         for (const Thread* thread : m.idle) {
             const uint64_t at = thread->wait.deadline_ns;
-            if (at > now && (next == 0 || at < next)) next = at;
+            if (at != 0 && (next == 0 || at < next)) next = at;
         }
         if (next == 0) return false;
-        m.jumped_ns += next - now;
+        const uint64_t now = timer_ns();
+        if (next > now) m.jumped_ns += next - now;
         m.idle_rounds = 0;
         reason = Wake::kTimeUp;
     }

@@ -215,8 +215,8 @@ void visit(ShadowPage& page, const Request& request, uint64_t at, uint32_t begin
     *node = {*list,
              request.record,
              request.stamp,
-             request.thread.instruction,
-             request.thread.site,
+             machine->current->instruction,
+             machine->current->site,
              static_cast<uint16_t>(begin),
              static_cast<uint16_t>(end),
              request.access};

@@ -45,6 +45,12 @@ struct Wait {
     uint64_t deadline_ns = 0;  // virtual time; 0: waits for ever
 };
 
+/// The wrapper of a bounded wait, whose own reads are other instructions.
+struct WaitPlace {
+    const char* instruction = nullptr;
+    Site site;
+};
+
 /// A thread's bulk groups.
 struct BulkGroup {
     uint32_t unread = 0, unwritten = 0;  // copies
@@ -78,6 +84,7 @@ struct Thread {
     const char* instruction = "start";
     Site site;
     Wait wait;
+    WaitPlace wait_place;
     Wake wake = Wake::kProgress;
     uint64_t progress_seen = 0;
     uint32_t steps_in_a_row = 0;  // instructions while nothing happened

@@ -13,6 +13,9 @@ enum class Wake : uint8_t {
     kTimeUp,    // nothing else can move, and time has passed beyond a limit
 };
 
+/// A bounded wait begins (instead of enter): reports name it as long as it sleeps.
+void begin_wait(const char* wrapper, Site site);
+
 // ---- barriers of a block and a cluster
 // ---------------------------------------------------------------------
 

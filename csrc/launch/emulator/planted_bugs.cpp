@@ -126,7 +126,6 @@ constexpr Planted kPlanted[] = {
     MOK_BUG(memory, kPollsPlainly),
     MOK_BUG(lanes, kSkipsShuffle),
     MOK_BUG(lanes, kOtherInstruction),
-    MOK_BUG(lanes, kOtherOperands),
     MOK_BUG(lanes, kLaneLeaves),
     MOK_BUG(lanes, kNamedCount),
     MOK_BUG(lanes, kNamedAlone),

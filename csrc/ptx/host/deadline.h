@@ -84,7 +84,7 @@ template <typename Test>
 MOK_DEVICE bool wait_until(Deadline& deadline, uint64_t expected, const Test& test,
                            Site site = Site::current()) {
     if (emu::is_left_out("wait_until", site)) return true;
-    emu::enter("wait_until", site);
+    emu::begin_wait("wait_until", site);
     return deadline_detail::wait_until(deadline, expected, test);
 }
 
@@ -92,7 +92,7 @@ MOK_DEVICE bool wait_until(Deadline& deadline, uint64_t expected, const Test& te
     MOK_DEVICE bool wait_reached_acquire_##SCOPE(const T* flag, T target, Deadline& deadline, \
                                                  Site site = Site::current()) {               \
         if (emu::is_left_out("wait_reached_acquire_" #SCOPE, site)) return true;              \
-        emu::enter("wait_reached_acquire_" #SCOPE, site);                                     \
+        emu::begin_wait("wait_reached_acquire_" #SCOPE, site);                                     \
         return deadline_detail::wait_until(deadline, target, [&](uint64_t& seen) {            \
             const T value = ld_acquire_##SCOPE(flag, site);                                   \
             seen = value;                                                                     \
@@ -110,7 +110,7 @@ MOK_WAIT_REACHED(sys, uint64_t, int64_t)
 MOK_DEVICE bool wait_changed_acquire_gpu(const uint32_t* flag, uint32_t before, uint32_t mask,
                                          Deadline& deadline, Site site = Site::current()) {
     if (emu::is_left_out("wait_changed_acquire_gpu", site)) return true;
-    emu::enter("wait_changed_acquire_gpu", site);
+    emu::begin_wait("wait_changed_acquire_gpu", site);
     return deadline_detail::wait_until(deadline, before ^ mask, [&](uint64_t& seen) {
         const uint32_t value = ld_acquire_gpu(flag, site);
         seen = value;

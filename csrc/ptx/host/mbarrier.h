@@ -24,7 +24,7 @@ inline bool test(const char* wrapper, uint32_t barrier, uint32_t parity, emu::Sc
 inline bool wait(const char* wrapper, uint32_t barrier, uint32_t parity, emu::Scope scope, Deadline& deadline,
                  Site site) {
     if (emu::is_left_out(wrapper, site)) return true;
-    emu::enter(wrapper, site);
+    emu::begin_wait(wrapper, site);
     const uint64_t begin = timer_ns();
     for (;;) {
         if (emu::mbarrier_test(barrier, parity, scope)) return true;
@@ -115,6 +115,7 @@ MOK_DEVICE uint32_t mbar_wait_any(uint32_t barrier_0, uint32_t parity_0, uint32_
     if (emu::is_left_out("mbar_wait_any", site)) return 3;
     const emu::MbarrierPair pair{{barrier_0, barrier_1}, {parity_0, parity_1}};
     if (emu::lead_warp("mbar_wait_any", pair, site)) {
+        emu::begin_wait("mbar_wait_any", site);
         const uint64_t begin = timer_ns(), expected = parity_0 | parity_1 << 1;
         uint32_t done = 0;
         bool gives_up = false;

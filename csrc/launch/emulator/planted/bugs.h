@@ -48,7 +48,6 @@ enum class Bug : uint32_t {
     // lanes.h
     kSkipsShuffle,
     kOtherInstruction,
-    kOtherOperands,
     kLaneLeaves,
     kNamedCount,
     kNamedAlone,

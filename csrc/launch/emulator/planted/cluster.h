@@ -7,7 +7,7 @@ namespace mok::planted {
 
 namespace cluster {
 
-constexpr uint32_t kLate = 0, kFreed = 8, kWord = 64, kLetter = 128, kTile = 1024, kBytes = 4096;
+constexpr uint32_t kLate = 0, kFreed = 8, kWord = 64, kLetter = 256, kTile = 1024, kBytes = 4096;
 
 }  // namespace cluster
 

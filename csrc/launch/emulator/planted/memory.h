@@ -52,8 +52,11 @@ __global__ void memory_kernel(const __grid_constant__ Params p) {
         ptx::red_relaxed_cta_shared_add(shared + kSum, other);
     }
     ptx::sync_block();
-    float weight;
-    if (!p.has(Bug::kReadsUninitialisedLocal) || thread != 9) weight = 1.0f;
+    float weights[4];
+    for (uint32_t i = 0; i < 4; ++i) {
+        if (!p.has(Bug::kReadsUninitialisedLocal) || i + thread != 9) weights[i] = 0.25f;
+    }
+    const float weight = weights[0] + weights[1] + weights[2] + weights[3];
     const uint32_t sum = ptx::load_shared<uint32_t>(shared + kSum);
     ptx::store_global(p.out + 64 * block + thread, weight * static_cast<float>(sum + other));
     if (p.has(Bug::kSameWordTwice)) ptx::store_global(p.out + 300, 1.0f);

@@ -26,6 +26,7 @@ __global__ void ranks_kernel(const __grid_constant__ Params p) {
     if (lane == 0) ptx::st_release_sys(p.peer_flags + kBegun, 1u);
     if (!p.has(Bug::kReadsPeerTooEarly)) {
         if (lane == 0) ptx::wait_reached_acquire_sys(p.flags + kBegun, 1, deadline);
+        if (ptx::any_lane(deadline.expired)) ptx::trap();
         ptx::sync_warp();
     }
     const float hello = ptx::load_global(p.peer_window + kHello + lane);
@@ -55,10 +56,7 @@ __global__ void ranks_kernel(const __grid_constant__ Params p) {
             ptx::wait_reached_acquire_sys(ready, 1, deadline);
         }
     }
-    if (ptx::any_lane(deadline.expired)) {
-        if (lane == 0) ptx::trap();
-        return;
-    }
+    if (ptx::any_lane(deadline.expired)) ptx::trap();
     ptx::sync_warp();
     ptx::store_global(p.out + lane, ptx::load_global(p.window + lane));
     // What the host reads next is what the peer writes: not before it has said that it is done.
@@ -66,7 +64,8 @@ __global__ void ranks_kernel(const __grid_constant__ Params p) {
     ptx::sync_warp();
     if (lane == 0) {
         ptx::st_release_sys(p.peer_flags + kDone, 1u);
-        if (!p.has(Bug::kEndsBeforePeer)) ptx::wait_reached_acquire_sys(p.flags + kDone, 1, deadline);
+        if (p.has(Bug::kEndsBeforePeer)) return;
+        if (!ptx::wait_reached_acquire_sys(p.flags + kDone, 1, deadline)) ptx::trap();
     }
 }
 
