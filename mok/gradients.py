@@ -61,7 +61,7 @@ def average_gradients(
     group: dist.ProcessGroup | None = None,
     replica_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Turns each rank's gradients into those of the mean loss: all the table above says.
+    """Turns each rank's gradients into those of the mean loss, experts and all else.
 
     For training without DDP or FSDP. One collective per dtype, not one per parameter. A parameter
     that got no gradient on this rank (no token reached it) takes part with zeros.
