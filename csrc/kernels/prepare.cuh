@@ -54,11 +54,11 @@ __global__ void __launch_bounds__(kPrepareMaxWarps* ptx::kWarpThreads, 1)
     stamp(block, PrepareStamp::kDealt);
 
     Share share{0, 0, 0, 0};
-    Batch batch;
+    Batch routes{};
     clear_tile_counts(block, deal);
-    if (deal.has_rounds()) {
+    if (deal.has_part()) {
         share = make_share(block, deal);
-        batch = count_routes(block, deal, share);
+        routes = count_routes(block, deal, share);
         publish_counts(block);
     }
     if (has_table) {
@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(kPrepareMaxWarps* ptx::kWarpThreads, 1)
     scan_segments(block, deal);
     stamp(block, PrepareStamp::kScanned);
     schedule::Table table{};
-    if (deal.has_rounds()) {
-        place_routes(block, deal, share, batch);
+    if (deal.has_part()) {
+        place_routes(block, deal, share, routes);
         clear_counters(block, deal);
     }
     if (has_table) {
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kPrepareMaxWarps* ptx::kWarpThreads, 1)
     if (!meet(block, deal, PreparePlace::kRows)) return;
     stamp(block, PrepareStamp::kMetRows);
 
-    if (deal.has_rounds()) write_units(block, deal);
+    if (deal.has_part()) write_units(block, deal);
     if (has_table) finish_table(block, table);
     stamp(block, PrepareStamp::kEnd);
 }

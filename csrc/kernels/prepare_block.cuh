@@ -1,5 +1,8 @@
 // One block of the kernel that prepares a call: its place in shared memory, sums over the block, and how the
 // ranks' rounds are dealt to warps.
+//
+// Each instruction of this kernel runs once or a few times, so what takes time is fetching it: loops stay
+// loops, and divisors that the host knows are products (Divisor).
 #pragma once
 
 #include "csrc/comm/device/peer_barrier.cuh"
@@ -14,11 +17,7 @@ struct Block {
     const PrepareParams& params;
     PrepareShared shared;  // absolute addresses
     uint32_t experts;
-    uint32_t expert_bits;  // that tell them apart
     uint32_t ranks;
-    uint32_t top_k;
-    uint32_t round_slots;
-    uint32_t block_m;
     uint32_t warps;
     uint32_t thread;
     uint32_t warp;
@@ -38,27 +37,23 @@ struct Block {
     MOK_DEVICE static uint32_t entry(uint32_t array, uint32_t index) {
         return ptx::load_shared<uint32_t>(array + 4 * index);
     }
+    MOK_DEVICE static void set_entry(uint32_t array, uint32_t index, uint32_t value) {
+        ptx::store_shared(array + 4 * index, value);
+    }
 };
 
 MOK_DEVICE Block make_block(const PrepareParams& params) {
     const uint32_t warps = ptx::block_threads() / ptx::kWarpThreads;
     PrepareShared shared = prepare_shared(params.plan.num_ranks, params.plan.num_local_experts(), warps);
     const uint32_t base = ptx::dynamic_shared();
-    for (uint32_t* offset : {&shared.words, &shared.num_slots, &shared.warps_end, &shared.total, &shared.base,
+    for (uint32_t* offset : {&shared.words, &shared.slots, &shared.warps_end, &shared.total, &shared.base,
                              &shared.begin, &shared.chunk, &shared.warp_sums, &shared.counters}) {
         *offset += base;
     }
-    const uint32_t experts = static_cast<uint32_t>(params.plan.num_local_experts());
-    uint32_t expert_bits = 0;
-    while (((experts - 1) >> expert_bits) != 0) ++expert_bits;
     return Block{params,
                  shared,
-                 experts,
-                 expert_bits,
+                 static_cast<uint32_t>(params.plan.num_local_experts()),
                  static_cast<uint32_t>(params.plan.num_ranks),
-                 static_cast<uint32_t>(params.plan.top_k),
-                 mok::round_slots(params.plan.top_k),
-                 static_cast<uint32_t>(params.shape.block_m),
                  warps,
                  ptx::thread_idx(),
                  ptx::warp_idx(),
@@ -79,9 +74,7 @@ struct Prefix {
 /// The sum of `value` over the threads before this one, and over all. The whole block calls it.
 MOK_DEVICE Prefix block_prefix(const Block& block, uint32_t value) {
     const uint32_t in_warp = ptx::inclusive_sum(value, block.lane);
-    if (block.lane == ptx::kWarpThreads - 1) {
-        ptx::store_shared(block.shared.warp_sums + 4 * block.warp, in_warp);
-    }
+    if (block.lane == ptx::kWarpThreads - 1) Block::set_entry(block.shared.warp_sums, block.warp, in_warp);
     ptx::sync_block();
     const uint32_t warp_sum = block.lane < block.warps ? Block::entry(block.shared.warp_sums, block.lane) : 0;
     const uint32_t before = ptx::reduce_add(block.lane < block.warp ? warp_sum : 0);
@@ -90,20 +83,16 @@ MOK_DEVICE Prefix block_prefix(const Block& block, uint32_t value) {
     return {before + in_warp - value, total};
 }
 
-/// The sum over the block's threads. The whole block calls it.
-MOK_DEVICE UnitCount block_sum(const Block& block, UnitCount value) {
-    const UnitCount in_warp{ptx::reduce_add(value.rows), ptx::reduce_add(value.units)};
-    const uint32_t sums = block.shared.warp_sums;
-    if (block.lane == 0) {
-        ptx::store_shared(sums + 4 * block.warp, in_warp.rows);
-        ptx::store_shared(sums + 4 * (kPrepareMaxWarps + block.warp), in_warp.units);
+/// The last of `count` ascending entries that is at most `value`; the first one is.
+MOK_DEVICE uint32_t last_at_most(uint32_t array, uint32_t count, uint32_t value) {
+    uint32_t low = 0, high = count;
+    while (high - low > 1) {
+        const uint32_t middle = (low + high) / 2;
+        const bool is_low = Block::entry(array, middle) <= value;
+        low = is_low ? middle : low;
+        high = is_low ? high : middle;
     }
-    ptx::sync_block();
-    const bool is_warp = block.lane < block.warps;
-    const UnitCount all{ptx::reduce_add(is_warp ? Block::entry(sums, block.lane) : 0),
-                        ptx::reduce_add(is_warp ? Block::entry(sums, kPrepareMaxWarps + block.lane) : 0)};
-    ptx::sync_block();
-    return all;
+    return low;
 }
 
 /// Every block but the one that makes the table, unless there is only one.
@@ -111,16 +100,18 @@ MOK_DEVICE uint32_t most_blocks() {
     return ptx::num_blocks() > 1 ? ptx::num_blocks() - 1 : 1;
 }
 
-/// Blocks that share the rounds: a round for each warp while there are multiprocessors (a round on all warps
-/// of one costs about as much as a grid barrier, docs/performance.md), at most so many that summing
-/// everyone's totals (blocks x experts words each) stays cheaper than the rounds, and at least a warp for
-/// each rank.
-MOK_DEVICE uint32_t wanted_blocks(const Block& block, uint32_t num_rounds) {
-    constexpr float kRoundCost = 375.0f;  // (rounds / 32 warps) x 12000 per expert, from cycle estimates
-    const uint32_t cheapest = static_cast<uint32_t>(
-        sqrtf(kRoundCost * static_cast<float>(num_rounds) / static_cast<float>(block.experts)));
-    uint32_t blocks = ceil_div(num_rounds, block.warps);
+/// Blocks that share the work: a round for each warp while there are multiprocessors (a round on all warps of
+/// one costs about as much as a grid barrier, docs/performance.md), but at most so many that summing
+/// everyone's totals (blocks x experts words each) stays cheaper than the rounds; a warp for every two tiles,
+/// guessed from the slots as if routes were spread evenly; and a warp for each rank.
+MOK_DEVICE uint32_t wanted_blocks(const Block& block, uint32_t slots, uint32_t rounds) {
+    const PrepareParams& params = block.params;
+    const uint32_t cheapest = static_cast<uint32_t>(sqrtf(params.round_cost * static_cast<float>(rounds)));
+    uint32_t blocks = ceil_div(rounds, block.warps);
     if (blocks > cheapest) blocks = cheapest;
+    const uint32_t for_tiles = static_cast<uint32_t>(params.blocks_per_slot * static_cast<float>(slots) +
+                                                     (slots > 0 ? params.more_blocks : 0.0f));
+    if (blocks < for_tiles) blocks = for_tiles;
     const uint32_t fewest = ceil_div(block.ranks, block.warps);
     if (blocks < fewest) blocks = fewest;
     return blocks < most_blocks() ? blocks : most_blocks();
@@ -135,7 +126,7 @@ struct Deal {
 
     MOK_DEVICE uint32_t table_block() const { return ptx::num_blocks() > 1 ? blocks : 0; }
     MOK_DEVICE uint32_t meeting_blocks() const { return ptx::num_blocks() > 1 ? blocks + 1 : 1; }
-    MOK_DEVICE bool has_rounds() const { return ptx::block_idx() < blocks; }
+    MOK_DEVICE bool has_part() const { return ptx::block_idx() < blocks; }
 };
 
 /// A rank's tokens; a count outside [0, max_tokens] cannot be and is cut, so that nothing is written outside
@@ -148,50 +139,46 @@ MOK_DEVICE uint32_t num_tokens_of(const Block& block, uint32_t rank) {
     return static_cast<uint32_t>(tokens < 0 ? 0 : tokens > most ? most : tokens);
 }
 
-/// Warps needed for all rounds if none has more than `per_warp`, or rounds of two ranks. One warp calls it.
-MOK_DEVICE uint32_t warps_needed(const Block& block, uint32_t per_warp) {
-    uint32_t needed = 0;
-    for (uint32_t first = 0; first < block.ranks; first += ptx::kWarpThreads) {
-        const uint32_t rank = first + block.lane;
-        const uint32_t slots = rank < block.ranks ? Block::entry(block.shared.num_slots, rank) : 0;
-        needed += ptx::reduce_add(ceil_div(ceil_div(slots, block.round_slots), per_warp));
-    }
-    return needed;
-}
-
 /// Reads the ranks' token counts and deals their rounds: in the order (source rank, slot), contiguous ones to
 /// a warp, all of one rank.
 MOK_DEVICE Deal deal_rounds(const Block& block) {
     if (block.warp == 0) {
         const bool ended = ptx::ld_relaxed_gpu(block.params.limits.expired) != 0;
-        uint32_t rounds = 0;
+        const Divisor& round_slots = block.params.round_slots;
+        uint32_t all_slots = 0, rounds = 0;
+#pragma unroll 1
         for (uint32_t first = 0; first < block.ranks; first += ptx::kWarpThreads) {
             const uint32_t rank = first + block.lane;
             uint32_t slots = 0;
             if (rank < block.ranks) {
-                slots = num_tokens_of(block, rank) * block.top_k;
-                ptx::store_shared(block.shared.num_slots + 4 * rank, slots);
+                slots = num_tokens_of(block, rank) * block.params.top_k.divisor;
+                Block::set_entry(block.shared.slots, rank, slots);
             }
-            rounds += ptx::reduce_add(ceil_div(slots, block.round_slots));
+            all_slots += ptx::reduce_add(slots);
+            rounds += ptx::reduce_add(round_slots.divide_up(slots));
         }
         ptx::sync_warp();
-        uint32_t blocks = wanted_blocks(block, rounds);
+        const uint32_t blocks = wanted_blocks(block, all_slots, rounds);
         uint32_t per_warp = ceil_div(rounds, blocks * block.warps);
         if (per_warp == 0) per_warp = 1;
-        while (warps_needed(block, per_warp) > blocks * block.warps) ++per_warp;
         uint32_t used = 0;
-        for (uint32_t first = 0; first < block.ranks; first += ptx::kWarpThreads) {
-            const uint32_t rank = first + block.lane;
-            const uint32_t slots = rank < block.ranks ? Block::entry(block.shared.num_slots, rank) : 0;
-            const uint32_t warps = ceil_div(ceil_div(slots, block.round_slots), per_warp);
-            const uint32_t end = used + ptx::inclusive_sum(warps, block.lane);
-            if (rank < block.ranks) ptx::store_shared(block.shared.warps_end + 4 * rank, end);
-            used = ptx::shuffle(end, ptx::kWarpThreads - 1);
+        for (;; ++per_warp) {  // ends: there is a warp for each rank
+            used = 0;
+#pragma unroll 1
+            for (uint32_t first = 0; first < block.ranks; first += ptx::kWarpThreads) {
+                const uint32_t rank = first + block.lane;
+                const bool is_rank = rank < block.ranks;
+                const uint32_t slots = is_rank ? Block::entry(block.shared.slots, rank) : 0;
+                const uint32_t warps = ceil_div(round_slots.divide_up(slots), per_warp);
+                const uint32_t end = used + ptx::inclusive_sum(warps, block.lane);
+                if (is_rank) Block::set_entry(block.shared.warps_end, rank, end);
+                used = ptx::shuffle(end, ptx::kWarpThreads - 1);
+            }
+            if (used <= blocks * block.warps) break;
         }
-        blocks = ceil_div(used, block.warps);
         if (block.lane == 0) {
             block.set_word(SharedWord::kEnded, ended ? 1 : 0);
-            block.set_word(SharedWord::kBlocks, blocks > 0 ? blocks : 1);
+            block.set_word(SharedWord::kBlocks, blocks);
             block.set_word(SharedWord::kPerWarp, per_warp);
             block.set_word(SharedWord::kUsedWarps, used);
         }
@@ -206,22 +193,23 @@ struct Share {
     uint32_t rank;
     uint32_t round;
     uint32_t end;
-    uint32_t num_slots;  // of the rank
+    uint32_t slots;  // of the rank
 };
 
 MOK_DEVICE Share make_share(const Block& block, const Deal& deal) {
     const uint32_t index = ptx::block_idx() * block.warps + block.warp;
+    if (index >= deal.used_warps) return Share{0, 0, 0, 0};
     uint32_t rank = 0;
+#pragma unroll 1
     for (uint32_t first = 0; first < block.ranks; first += ptx::kWarpThreads) {
         const uint32_t candidate = first + block.lane;
         const bool is_before =
             candidate < block.ranks && Block::entry(block.shared.warps_end, candidate) <= index;
         rank += ptx::popcount(ptx::ballot(is_before));
     }
-    if (rank >= block.ranks) return Share{0, 0, 0, 0};
     const uint32_t before = rank == 0 ? 0 : Block::entry(block.shared.warps_end, rank - 1);
-    const uint32_t slots = Block::entry(block.shared.num_slots, rank);
-    const uint32_t rounds = ceil_div(slots, block.round_slots);
+    const uint32_t slots = Block::entry(block.shared.slots, rank);
+    const uint32_t rounds = block.params.round_slots.divide_up(slots);
     const uint32_t round = (index - before) * deal.per_warp;
     const uint32_t end = round + deal.per_warp;
     return Share{rank, round, end < rounds ? end : rounds, slots};

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "csrc/layout/divisor.h"
 #include "csrc/layout/peer_record.h"
 #include "csrc/layout/plan.h"
 #include "csrc/ptx/wait_record.h"
@@ -45,8 +46,39 @@ struct RowRecord {
 };
 static_assert(kMaxGroupRanks <= 256 && kPrepareMaxTopK < 256);
 
-/// Pull units and the rows they fill: of a tile, or of all tiles before some place. One word, so that one
-/// addition counts both.
+/// Sources in the order in which the own rank pulls from them.
+enum class Turn : uint32_t { kOwn = 0, kBehind = 1, kBefore = 2 };
+inline constexpr uint32_t kTurns = 3;
+
+/// Units and the rows they fill, in halves of a word so that one addition counts both: sums over one window
+/// of row blocks fit (launch_prepare checks it).
+struct PackedCount {
+    uint32_t word;
+
+    MOK_HD uint32_t units() const { return word >> 16; }
+    MOK_HD uint32_t rows() const { return word & 0xffff; }
+};
+
+/// The units whose first rows lie in a tile, by turn, in one word: 6 bits of units and 11 of rows each.
+struct TileCount {
+    uint64_t word;
+
+    static MOK_HD uint64_t one(Turn turn, uint32_t rows) {
+        return uint64_t{1u << kRowBits | rows} << (kTurnBits * static_cast<uint32_t>(turn));
+    }
+    MOK_HD PackedCount of(uint32_t turn) const {
+        const uint32_t field = static_cast<uint32_t>(word >> (kTurnBits * turn)) & ((1u << kTurnBits) - 1);
+        return PackedCount{field + (field >> kRowBits) * ((1u << 16) - (1u << kRowBits))};
+    }
+
+    static constexpr uint32_t kRowBits = 11, kTurnBits = 17;
+};
+// A tile's own units may hold the zero unit of its segment besides, which fills less than a row block.
+inline constexpr int32_t kPrepareMaxBlock = 256;
+static_assert(kTileRows * kPrepareMaxTopK + kPrepareMaxBlock < 1 << TileCount::kRowBits);
+static_assert(kTileRows + 1 < 1 << (TileCount::kTurnBits - TileCount::kRowBits));
+
+/// A sum of counts that no half word holds.
 struct UnitCount {
     uint32_t rows;
     uint32_t units;
@@ -74,15 +106,16 @@ struct PrepareArrays {
     uint32_t* counters;           // [most]
     uint32_t* claims;             // task, then pull, a cache line each
     // Temporaries.
-    uint32_t* block_counts;  // [blocks, E_local]
+    uint32_t* block_counts;  // [E_local, count_stride]: routes of each block
     uint64_t* records;       // RowRecord [rows]
     int32_t* token_rows;     // [R, max_tokens * K]: each token's rows in ascending order
-    uint64_t* tile_counts;   // UnitCount [rows / kTileRows]
-    uint32_t* own_rows;      // [2, E_local]: where the rows of this rank's own tokens begin and end
-    uint32_t* round_masks;   // [R, rounds of max_tokens]: lanes with a row here
-    int32_t* run_before;     // [runs, kMaxPhases]: PlacedRun::before
+    uint64_t* tile_counts;   // TileCount [most_tiles]
+    uint32_t* round_masks;   // [R, most_rounds]: lanes with a row here
+    int32_t* run_before;     // [runs + 1, kMaxPhases]: PlacedRun::before
 };
 inline constexpr uint32_t kClaimStride = 32;  // words
+/// A row block's own counters, and as many spans as it may begin.
+inline constexpr uint32_t kCountersPerBlock = schedule::kNumCounters - 2 + 3;
 
 struct PrepareParams {
     PlanShape plan;
@@ -93,10 +126,28 @@ struct PrepareParams {
     CallHeader header;     // of this rank
     const void* topk_ids;  // one rank: [T, K]; several: unused, the published ids are read
     bool ids_are_int64;
-    bool pulls_any;      // some run of the pass fetches rows
-    int64_t ids_offset;  // of the published ids in every window
-    int64_t row_bytes;   // of x and dout in the heap
-    const char* own_x;   // one rank: its tensors
+    bool pulls_any;          // some run of the pass fetches rows
+    bool zeroes_first;       // ScheduleShape::zeroes_padding of the first chunk
+    bool zeroes_later;       // and of the others
+    uint32_t slots;          // of a rank with max_tokens
+    uint32_t most_rounds;    // of such a rank
+    uint32_t most_tiles;     // of the worst case
+    uint32_t count_stride;   // blocks that may have rounds, rounded up to 4
+    float round_cost;        // see wanted_blocks; so are the next two
+    float blocks_per_slot;
+    float more_blocks;
+    uint32_t more_counters;  // besides kCountersPerBlock for each row block with tasks
+    int64_t shared_tasks;    // Table::num_shared_tasks
+    Divisor top_k;
+    Divisor round_slots;  // of a round: whole tokens, one route a lane
+    Divisor block_rows;
+    Divisor ring_rows;   // at most the plan's; a longer ring is the same
+    Divisor piece_rows;  // of a whole piece, window and ring stretch
+    Divisor window_rows;
+    Divisor stretch_pieces;  // pieces of a stretch as long as the ring
+    int64_t ids_offset;      // of the published ids in every window
+    int64_t row_bytes;       // of x and dout in the heap
+    const char* own_x;       // one rank: its tensors
     const char* own_dout;
     int64_t own_x_stride;  // bytes
     int64_t own_dout_stride;
@@ -104,40 +155,31 @@ struct PrepareParams {
     uint64_t* times;    // [blocks, kPrepareStamps] nanoseconds; nullptr: nobody asks
 };
 
-/// Slots of one round: whole tokens, one route a lane.
-MOK_HD uint32_t round_slots(int32_t top_k) {
-    return static_cast<uint32_t>(kTileRows / static_cast<uint32_t>(top_k) * static_cast<uint32_t>(top_k));
-}
-
-/// Rounds of one rank with this many tokens.
-MOK_HD int64_t rounds_of(int64_t num_tokens, int32_t top_k) {
-    return ceil_div<int64_t>(num_tokens * top_k, round_slots(top_k));
-}
-
 /// Offsets in a block's shared memory.
 struct PrepareShared {
     uint32_t words;      // u32 [SharedWord::kCount]
-    uint32_t num_slots;  // u32 [R]
+    uint32_t slots;      // u32 [R]: T * K of each rank
     uint32_t warps_end;  // u32 [R]: warps that have rounds of ranks 0..r
     uint32_t total;      // u32 [E_local]: routes of the expert
-    uint32_t base;       // u32 [E_local]: first its routes in earlier blocks, then this block's first row
+    uint32_t base;       // u32 [E_local]: first its routes in earlier blocks, then this block's first row;
+                         // at last, in the table's block, the pieces of earlier segments
     uint32_t begin;      // u32 [E_local + 1]: segment_begin
     uint32_t chunk;      // u32 [E_local]: the chunk in which the segment starts
     uint32_t warp_sums;  // u32 [2, kPrepareMaxWarps]
-    uint32_t counters;   // u32 [warps, E_local]; at last [threads]
+    uint32_t counters;   // u32 [warps, E_local]; at last, in the table's block, [E_local] spans of earlier
+                         // segments, then [threads] units of earlier tiles
     uint32_t bytes;
 };
 
 enum class SharedWord : uint32_t {
     kEnded,      // the workspace has ended: leave
-    kBlocks,     // that have rounds
+    kBlocks,     // that take part, but for the table's
     kPerWarp,    // rounds of a warp, at most
     kUsedWarps,  // that have rounds, of all blocks
     kRows,       // padded rows of the plan
     kTaskRows,   // those that have tasks: recompute has none behind the first chunk
-    kNumChunks,
-    kFoundChunks,  // table: what fill_chunks found
-    kFoundBlocks,
+    kChunks,     // of all rows
+    kCuts,       // stretches of cut segments that have tasks
     kCount,
 };
 
@@ -145,8 +187,8 @@ MOK_HD PrepareShared prepare_shared(int32_t num_ranks, int32_t num_local_experts
     const uint32_t ranks = static_cast<uint32_t>(num_ranks);
     const uint32_t experts = static_cast<uint32_t>(num_local_experts);
     PrepareShared shared{};
-    shared.num_slots = shared.words + 4 * static_cast<uint32_t>(SharedWord::kCount);
-    shared.warps_end = shared.num_slots + 4 * ranks;
+    shared.slots = shared.words + 4 * static_cast<uint32_t>(SharedWord::kCount);
+    shared.warps_end = shared.slots + 4 * ranks;
     shared.total = shared.warps_end + 4 * ranks;
     shared.base = shared.total + 4 * experts;
     shared.begin = shared.base + 4 * experts;

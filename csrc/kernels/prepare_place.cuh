@@ -9,46 +9,62 @@
 
 namespace mok::prepare {
 
-/// Sums block_counts: `total` over all blocks, `base` over those before this one. Both are zero before.
+/// Sums block_counts: `total` over all blocks, `base` over those before this one. A group of threads sums for
+/// one expert, four blocks a thread at a time.
 MOK_DEVICE void sum_block_counts(const Block& block, const Deal& deal) {
-    const uint32_t parts = block.threads() > block.experts ? block.threads() / block.experts : 1;
-    for (uint32_t i = block.thread; i < parts * block.experts; i += block.threads()) {
-        const uint32_t expert = i % block.experts;
+    const uint32_t quads = ceil_div(deal.blocks, 4u);
+    uint32_t log = 0;  // of the group's threads
+    while ((1u << log) < quads && log < 5) ++log;
+    const uint32_t index = block.thread & ((1u << log) - 1);
+#pragma unroll 1
+    for (uint32_t first = 0; first < block.experts; first += block.threads() >> log) {
+        const uint32_t expert = first + (block.thread >> log);
+        const uint32_t* counts =
+            block.params.arrays.block_counts + static_cast<int64_t>(expert) * block.params.count_stride;
         uint32_t total = 0, before = 0;
-#pragma unroll 8
-        for (uint32_t other = i / block.experts; other < deal.blocks; other += parts) {
-            const uint32_t count = ptx::load_global(block.params.arrays.block_counts +
-                                                    static_cast<int64_t>(other) * block.experts + expert);
-            total += count;
-            before += other < ptx::block_idx() ? count : 0;
+#pragma unroll 1
+        for (uint32_t quad = index; quad < quads && expert < block.experts; quad += 1u << log) {
+            const ptx::Words4 words = ptx::load_global_v4_hint(counts + 4 * quad, ptx::kEvictNormal);
+#pragma unroll
+            for (uint32_t i = 0; i < 4; ++i) {
+                const uint32_t other = 4 * quad + i;
+                if (other < deal.blocks) total += words.word[i];
+                if (other < deal.blocks && other < ptx::block_idx()) before += words.word[i];
+            }
         }
-        ptx::red_relaxed_cta_shared_add(block.shared.total + 4 * expert, total);
-        ptx::red_relaxed_cta_shared_add(block.shared.base + 4 * expert, before);
+#pragma unroll 1
+        for (uint32_t distance = 1u << log >> 1; distance > 0; distance >>= 1) {
+            total += ptx::shuffle_xor(total, distance);
+            before += ptx::shuffle_xor(before, distance);
+        }
+        if (index == 0 && expert < block.experts) {
+            Block::set_entry(block.shared.total, expert, total);
+            Block::set_entry(block.shared.base, expert, before);
+        }
     }
     ptx::sync_block();
-}
-
-/// Rows of the ring; a longer one than the plan can have is the same.
-MOK_DEVICE uint32_t ring_rows(const Block& block) {
-    const int64_t rows = static_cast<int64_t>(block.params.shape.ring_blocks) * block.block_m;
-    constexpr int64_t kMost = int64_t{1} << 31;
-    return static_cast<uint32_t>(rows < kMost ? rows : kMost);
 }
 
 /// The chunk of a row of an expert: a segment that fits into the ring lies in one; a longer one starts a
 /// chunk and is cut at multiples of the ring.
 MOK_DEVICE uint32_t chunk_of(const Block& block, uint32_t expert, uint32_t row) {
     return Block::entry(block.shared.chunk, expert) +
-           (row - Block::entry(block.shared.begin, expert)) / ring_rows(block);
+           block.params.ring_rows.divide(row - Block::entry(block.shared.begin, expert));
 }
 
-/// One warp: in which chunk each segment starts, how many chunks there are, and where the first one ends. The
-/// rule is mok::chunk_end's.
-MOK_DEVICE void find_chunks(const Block& block, uint32_t num_rows) {
-    const uint32_t ring = ring_rows(block);
-    uint32_t chunk = 0, first_end = 0, segment = 0;
+MOK_DEVICE bool is_recompute(const Block& block) {
+    return block.params.shape.sizes.pass == schedule::Pass::kRecompute;
+}
+
+/// One warp: in which chunk each segment starts, and the chunks. The rule is mok::chunk_end's.
+MOK_DEVICE void find_chunks(const Block& block, uint32_t num_rows, bool writes) {
+    const Divisor& block_rows = block.params.block_rows;
+    uint32_t chunk = 0, cuts = 0, segment = 0, task_rows = num_rows;
+    bool is_inside = false;  // the chunk starts inside a segment
+#pragma unroll 1
     for (uint32_t begin = 0; begin < num_rows; ++chunk) {
-        const uint32_t limit = begin + ring;
+        const uint32_t limit = begin + block.params.ring_rows.divisor;
+#pragma unroll 1
         for (bool fits = true; fits && segment < block.experts;) {
             const uint32_t candidate = segment + block.lane;
             const bool is_expert = candidate < block.experts;
@@ -60,40 +76,53 @@ MOK_DEVICE void find_chunks(const Block& block, uint32_t num_rows) {
             // entry is written once.
             const bool starts_cut = is_expert && block.lane == num_fitting && from == begin;
             if ((ends_here && from >= begin) || starts_cut) {
-                ptx::store_shared(block.shared.chunk + 4 * expert, chunk);
+                Block::set_entry(block.shared.chunk, expert, chunk);
             }
             segment += num_fitting;
             fits = num_fitting == ptx::kWarpThreads;
         }
         const uint32_t next = segment < block.experts ? Block::entry(block.shared.begin, segment) : num_rows;
-        begin = next > begin ? next : limit;
-        if (chunk == 0) first_end = begin;
+        const bool ends_inside = next <= begin;
+        const uint32_t end = ends_inside ? limit : next;
+        const bool is_cut = is_inside || ends_inside;
+        const bool has_tasks = chunk == 0 || !is_recompute(block);
+        if (has_tasks && writes && block.lane == 0) {
+            block.params.arrays.chunks[chunk] = schedule::Chunk{
+                static_cast<int32_t>(block_rows.divide(begin)), static_cast<int32_t>(block_rows.divide(end)),
+                is_cut ? static_cast<int32_t>(cuts) : -1};
+        }
+        if (has_tasks) {
+            task_rows = end;
+            cuts += is_cut ? 1 : 0;
+        }
+        is_inside = ends_inside;
+        begin = end;
     }
     if (block.lane == 0) {
-        block.set_word(SharedWord::kNumChunks, chunk);
-        const bool is_cut = block.params.shape.sizes.pass == schedule::Pass::kRecompute;
-        block.set_word(SharedWord::kTaskRows, is_cut ? first_end : num_rows);
+        block.set_word(SharedWord::kRows, num_rows);
+        block.set_word(SharedWord::kTaskRows, task_rows);
+        block.set_word(SharedWord::kChunks, chunk);
+        block.set_word(SharedWord::kCuts, cuts);
     }
-    ptx::sync_warp();
 }
 
 /// Segment starts from the padded totals, and chunks; `base` becomes this block's first row of each expert.
-/// The table's block writes segment_begin and counts.
+/// The table's block writes them down.
 MOK_DEVICE void scan_segments(const Block& block, const Deal& deal) {
     const PrepareArrays& arrays = block.params.arrays;
     const bool writes = ptx::block_idx() == deal.table_block();
     uint32_t before = 0;
+#pragma unroll 1
     for (uint32_t first = 0; first < block.experts; first += block.threads()) {
         const uint32_t expert = first + block.thread;
         const bool is_expert = expert < block.experts;
         const uint32_t total = is_expert ? Block::entry(block.shared.total, expert) : 0;
-        const Prefix rows = block_prefix(block, round_up(total, block.block_m));
+        const Divisor& block_rows = block.params.block_rows;
+        const Prefix rows = block_prefix(block, block_rows.divide_up(total) * block_rows.divisor);
         if (is_expert) {
             const uint32_t begin = before + rows.before;
-            const uint32_t base = block.shared.base + 4 * expert;
-            ptx::store_shared(block.shared.begin + 4 * expert, begin);
-            ptx::store_shared(block.shared.chunk + 4 * expert, 0u);
-            ptx::store_shared(base, ptx::load_shared<uint32_t>(base) + begin);
+            Block::set_entry(block.shared.begin, expert, begin);
+            Block::set_entry(block.shared.base, expert, Block::entry(block.shared.base, expert) + begin);
             if (writes) {
                 ptx::store_global(arrays.segment_begin + expert, static_cast<int64_t>(begin));
                 ptx::store_global(arrays.counts + expert, static_cast<int64_t>(total));
@@ -102,58 +131,35 @@ MOK_DEVICE void scan_segments(const Block& block, const Deal& deal) {
         before += rows.total;
     }
     if (block.thread == 0) {
-        ptx::store_shared(block.shared.begin + 4 * block.experts, before);
-        block.set_word(SharedWord::kRows, before);
-        block.set_word(SharedWord::kTaskRows, before);
-        block.set_word(SharedWord::kNumChunks, before > 0 ? 1 : 0);
+        Block::set_entry(block.shared.begin, block.experts, before);
         if (writes) ptx::store_global(arrays.segment_begin + block.experts, static_cast<int64_t>(before));
     }
     ptx::sync_block();
-    if (before > ring_rows(block)) {
-        if (block.warp == 0) find_chunks(block, before);
-        ptx::sync_block();
-    }
+    if (block.warp == 0) find_chunks(block, before, writes);
+    ptx::sync_block();
 }
 
-/// Where, in each segment, the rows of this rank's own tokens begin and end: pull units turn at them. The
-/// warps' counters are still the prefixes of pass 1.
-MOK_DEVICE void write_own_rows(const Block& block, const Deal& deal) {
-    const uint32_t rank = static_cast<uint32_t>(block.params.plan.rank);
-    for (uint32_t side = 0; side < 2; ++side) {
-        const uint32_t source = rank + side;  // the first one whose rows come behind
-        const uint32_t warp = source == 0 ? 0 : Block::entry(block.shared.warps_end, source - 1);
-        const bool is_used = warp < deal.used_warps;
-        if (ptx::block_idx() != (is_used ? warp / block.warps : 0)) continue;
-        for (uint32_t expert = block.thread; expert < block.experts; expert += block.threads()) {
-            const uint32_t row =
-                is_used ? Block::entry(block.shared.base, expert) +
-                              ptx::load_shared<uint32_t>(block.counter(warp % block.warps, expert))
-                        : Block::entry(block.shared.begin, expert) + Block::entry(block.shared.total, expert);
-            ptx::store_global(block.params.arrays.own_rows + side * block.experts + expert, row);
-        }
-    }
+MOK_DEVICE Turn turn_of(const Block& block, uint32_t rank) {
+    const uint32_t own = static_cast<uint32_t>(block.params.plan.rank);
+    return rank == own ? Turn::kOwn : rank > own ? Turn::kBehind : Turn::kBefore;
 }
 
 /// The routes of one round go to their rows (kNoRow: none). A whole warp calls it.
-MOK_DEVICE void place_round(const Block& block, uint32_t rank, uint32_t slot, uint32_t expert, uint32_t row) {
-    const PrepareArrays& arrays = block.params.arrays;
+MOK_DEVICE void place_round(const Block& block, const Share& share, uint32_t round, uint32_t expert,
+                            uint32_t row) {
+    const PrepareParams& params = block.params;
+    const uint32_t slot = round * params.round_slots.divisor + block.lane;
     const bool is_route = row != kNoRow;
-    if (!block.params.pulls_any) {
-        if (is_route) {
-            const RowRecord record = RowRecord::make(slot, rank, 0, 0);
-            ptx::store_global(arrays.records + row, uint64_t{record.packed} << 32 | record.slot);
-        }
-        return;
-    }
-    const uint32_t choice = block.lane % block.top_k;
+    const uint32_t top_k = params.top_k.divisor;
+    const uint32_t choice = params.top_k.remainder(block.lane);
     const uint32_t token_lane = block.lane - choice;
-    const bool one_chunk = block.word(SharedWord::kNumChunks) == 1;
+    const bool one_chunk = block.word(SharedWord::kChunks) == 1;
     const uint32_t chunk = one_chunk || !is_route ? 0 : chunk_of(block, expert, row);
     uint32_t index = 0;   // the token's rows before this one,
     uint32_t before = 0;  // those of them in the same chunk,
     uint32_t count = 0;   // and all its rows there
-#pragma unroll 4
-    for (uint32_t k = 0; k < block.top_k; ++k) {
+#pragma unroll 2
+    for (uint32_t k = 0; k < top_k; ++k) {
         const uint32_t other = ptx::shuffle(row, token_lane + k);
         const uint32_t other_chunk = one_chunk ? 0 : ptx::shuffle(chunk, token_lane + k);
         const bool is_same = other != kNoRow && other_chunk == chunk;
@@ -162,77 +168,90 @@ MOK_DEVICE void place_round(const Block& block, uint32_t rank, uint32_t slot, ui
         count += is_same ? 1 : 0;
     }
     if (!is_route) return;
-    const bool is_first = before == 0;
-    const RowRecord record = RowRecord::make(slot, rank, index, is_first ? count : 0);
+    const PrepareArrays& arrays = params.arrays;
+    const bool is_first = params.pulls_any && before == 0;
+    const RowRecord record = RowRecord::make(slot, share.rank, index, is_first ? count : 0);
     ptx::store_global(arrays.records + row, uint64_t{record.packed} << 32 | record.slot);
-    ptx::store_global(arrays.token_rows + slot_place(block, rank, slot - choice + index),
+    ptx::store_global(arrays.token_rows + slots_of(block, share.rank) + slot - choice + index,
                       static_cast<int32_t>(row));
     if (is_first) {
-        ptx::red_relaxed_gpu_add(arrays.tile_counts + row / kTileRows, uint64_t{1} << 32 | count);
+        ptx::red_relaxed_gpu_add(arrays.tile_counts + row / kTileRows,
+                                 TileCount::one(turn_of(block, share.rank), count));
     }
 }
 
-MOK_DEVICE uint32_t row_of(const Block& block, int32_t expert, uint32_t number) {
-    if (expert < 0) return kNoRow;
-    return Block::entry(block.shared.base, static_cast<uint32_t>(expert)) + number;
-}
+/// The rounds of a warp that have a row here, by the masks of pass 1.
+struct RoundsAgain {
+    const uint32_t* masks;  // of the rank
+    const int32_t* ids;
+    uint32_t ahead;  // the next group of 32 rounds
+    uint32_t group;  // the one whose masks the lanes hold
+    uint32_t mask;   // this lane's
+    uint32_t left;   // rounds of the group that are to come
 
-/// Rounds that pass 1 kept: their numbers count from 0.
-MOK_DEVICE void place_batch(const Block& block, const Share& share, const Batch& batch) {
-#pragma unroll
-    for (uint32_t i = 0; i < kBatchRounds; ++i) {
-        if (share.round + i >= share.end) break;
-        const int32_t expert = batch.expert[i];
-        uint32_t row = row_of(block, expert, batch.number[i]);
-        const uint32_t index = expert < 0 ? 0 : static_cast<uint32_t>(expert);
-        if (expert >= 0) row += ptx::load_shared<uint32_t>(block.counter(block.warp, index));
-        place_round(block, share.rank, batch.slot[i], index, row);
-    }
-}
-
-/// Rounds that pass 1 did not keep: those with a row here are numbered again, from the counters on.
-MOK_DEVICE void place_again(const Block& block, const Share& share) {
-    const PrepareArrays& arrays = block.params.arrays;
-    const int64_t most = rounds_of(block.params.plan.max_tokens, block.params.plan.top_k);
-    const uint32_t* masks = arrays.round_masks + static_cast<int64_t>(share.rank) * most;
-    for (uint32_t first = share.round; first < share.end; first += ptx::kWarpThreads) {
-        const uint32_t own =
-            first + block.lane < share.end ? ptx::load_global(masks + first + block.lane) : 0;
-        for (uint32_t left = ptx::ballot(own != 0); left != 0;) {
-            uint32_t slot[kBatchRounds], routes[kBatchRounds];
-            int32_t expert[kBatchRounds];
-#pragma unroll
-            for (uint32_t i = 0; i < kBatchRounds; ++i) {
-                const uint32_t round = ptx::popcount((left & (~left + 1)) - 1) % ptx::kWarpThreads;
-                const uint32_t mask = ptx::shuffle(own, round);
-                routes[i] = left != 0 ? mask : 0;
-                slot[i] = (first + round) * block.round_slots + block.lane;
-                expert[i] = -1;
-                if ((routes[i] >> block.lane & 1) != 0) {
-                    const int32_t id = ptx::load_global(arrays.ids + slot_place(block, share.rank, slot[i]));
-                    expert[i] = local_expert(id, block.params.plan);
-                }
-                left &= left - 1;
-            }
-#pragma unroll
-            for (uint32_t i = 0; i < kBatchRounds; ++i) {
-                if (routes[i] == 0) break;
-                const uint32_t number = take_number(block, routes[i], expert[i]);
-                place_round(block, share.rank, slot[i], static_cast<uint32_t>(expert[i]),
-                            row_of(block, expert[i], number));
-            }
+    /// Moves to the next round, share.end: none. Its `lanes` have a row here, and this one's id is loaded.
+    MOK_DEVICE uint32_t next(const Block& block, const Share& share, uint32_t& lanes, uint32_t& id) {
+        while (left == 0 && ahead < share.end) {
+            group = ahead;
+            ahead += ptx::kWarpThreads;
+            const bool is_round = group + block.lane < share.end;
+            mask = is_round ? ptx::load_global(masks + group + block.lane) : 0;
+            left = ptx::ballot(mask != 0);
         }
+        lanes = 0;
+        id = kNoRoute;
+        if (left == 0) return share.end;
+        const uint32_t index = ptx::popcount((left & (~left + 1)) - 1);
+        left &= left - 1;
+        lanes = ptx::shuffle(mask, index);
+        const uint32_t slot = (group + index) * block.params.round_slots.divisor + block.lane;
+        if ((lanes >> block.lane & 1) != 0) id = static_cast<uint32_t>(ptx::load_global(ids + slot));
+        return group + index;
     }
-}
+};
 
-MOK_DEVICE void place_routes(const Block& block, const Deal& deal, const Share& share, const Batch& batch) {
-    if (block.ranks > 1) write_own_rows(block, deal);
-    if (keeps_batch(deal)) {
-        place_batch(block, share, batch);
-        return;
+/// Every route of the warp's rounds to its row: by the numbers that pass 1 kept, or numbered again. Then the
+/// next round's ids are on their way while one is placed.
+MOK_DEVICE void place_routes(const Block& block, const Deal& deal, const Share& share, const Batch& routes) {
+    const PrepareParams& params = block.params;
+    const bool keeps = keeps_batch(deal);
+    RoundsAgain rounds{params.arrays.round_masks + static_cast<int64_t>(share.rank) * params.most_rounds,
+                       params.arrays.ids + slots_of(block, share.rank),
+                       share.round,
+                       0,
+                       0,
+                       0};
+    uint32_t ahead = share.round, round = share.end;  // none yet
+    uint32_t lanes = 0, id = kNoRoute;
+#pragma unroll 1
+    for (;;) {
+        uint32_t next = ahead, next_lanes = 0, next_id = kNoRoute;
+        if (keeps) {
+            if (ahead < share.end) ++ahead;
+        } else {
+            next = rounds.next(block, share, next_lanes, next_id);
+        }
+        if (round < share.end) {
+            uint32_t expert, row = kNoRow;
+            if (keeps) {
+                const uint32_t route = routes.get(round - share.round);
+                expert = route & 0xffff;
+                if (route != kNoRoute) {
+                    row = Block::entry(block.shared.base, expert) +
+                          ptx::load_shared<uint32_t>(block.counter(block.warp, expert)) + (route >> 16);
+                }
+            } else {
+                expert = expert_of(block, id);
+                const uint32_t number = take_number(block, lanes, expert);
+                if (expert != kNoRoute) row = Block::entry(block.shared.base, expert) + number;
+            }
+            place_round(block, share, round, expert, row);
+        }
+        if (next >= share.end) break;
+        round = next;
+        lanes = next_lanes;
+        id = next_id;
     }
-    ptx::sync_block();  // own_rows are written from the counters that now change
-    place_again(block, share);
 }
 
 }  // namespace mok::prepare

@@ -1,5 +1,6 @@
 // The table of a call (csrc/schedule/table.h), by one block while the others place routes and write units:
-// chunks and pieces need the segments, runs need the pieces, and only the runs' pulls need the units.
+// pieces need the segments, runs need the pieces, and only the runs' pulls need the units. A thread an entry;
+// chunks are find_chunks'.
 #pragma once
 
 #include "csrc/kernels/prepare_units.cuh"
@@ -7,24 +8,20 @@
 namespace mok::prepare {
 
 /// Whether all ranks mean the same call; a rank that differs is found by all, since each compares itself with
-/// everyone. The first warp calls it. What differs ends the workspace: every later kernel leaves at once.
+/// everyone. One warp calls it. What differs ends the workspace: every later kernel leaves at once.
 MOK_DEVICE void compare_headers(const Block& block) {
-    const PeerGroup& group = block.params.group;
-    for (uint32_t first = 0; first < block.ranks; first += ptx::kWarpThreads) {
-        const uint32_t rank = first + block.lane;
+    const PrepareParams& params = block.params;
+    const auto* ours = reinterpret_cast<const int64_t*>(&params.header);
+#pragma unroll 1
+    for (uint32_t rank = 0; rank < block.ranks; ++rank) {
         bool differs = false;
-        if (rank < block.ranks) {
-            const auto* ours = reinterpret_cast<const int64_t*>(&block.params.header);
-            const auto* theirs = reinterpret_cast<const int64_t*>(call_header(group, rank));
-#pragma unroll
-            for (uint32_t word = kHeaderDataWords; word < kHeaderWords; ++word) {
-                differs |= ptx::load_global(theirs + word) != ours[word];
-            }
+        if (block.lane >= kHeaderDataWords && block.lane < kHeaderWords) {
+            const auto* theirs = reinterpret_cast<const int64_t*>(call_header(params.group, rank));
+            differs = ptx::load_global(theirs + block.lane) != ours[block.lane];
         }
-        const uint32_t ranks = ptx::ballot(differs);
-        if ((ranks >> block.lane & 1) != 0 && (ranks & ptx::lanes_before()) == 0) {
-            report_mismatch(group, rank, block.params.header);
-        }
+        if (!ptx::any_lane(differs)) continue;
+        if (block.lane == 0) report_mismatch(params.group, rank, params.header);
+        return;
     }
 }
 
@@ -32,6 +29,7 @@ MOK_DEVICE void compare_headers(const Block& block) {
 /// between ranks only.
 MOK_DEVICE void write_ranks(const Block& block) {
     const PrepareParams& params = block.params;
+#pragma unroll 1
     for (uint32_t rank = block.thread; rank < block.ranks; rank += block.threads()) {
         schedule::RankInputs inputs{params.own_x, params.own_dout, params.own_x_stride,
                                     params.own_dout_stride, num_tokens_of(block, rank)};
@@ -47,9 +45,27 @@ MOK_DEVICE void write_ranks(const Block& block) {
     if (block.thread < 2) ptx::store_global(params.arrays.claims + block.thread * kClaimStride, 0u);
 }
 
-/// The table as far as it is known: pointers, and what fill_chunks has counted.
-MOK_DEVICE schedule::Table table_of(const Block& block) {
-    const PrepareArrays& arrays = block.params.arrays;
+/// The zero unit of each segment counts as an own one in the tile of its first padding row, where no later
+/// row of the segment is valid. Like those of pass 2 it is added to cleared counts.
+MOK_DEVICE void count_zero_units(const Block& block) {
+    const PrepareParams& params = block.params;
+    if (!params.pulls_any || !(params.zeroes_first || params.zeroes_later)) return;
+#pragma unroll 1
+    for (uint32_t expert = block.thread; expert < block.experts; expert += block.threads()) {
+        const uint32_t end = Block::entry(block.shared.begin, expert + 1);
+        const uint32_t valid_end =
+            Block::entry(block.shared.begin, expert) + Block::entry(block.shared.total, expert);
+        if (valid_end == end) continue;
+        if (!(chunk_of(block, expert, end - 1) == 0 ? params.zeroes_first : params.zeroes_later)) continue;
+        ptx::red_relaxed_gpu_add(params.arrays.tile_counts + valid_end / kTileRows,
+                                 TileCount::one(Turn::kOwn, end - valid_end));
+    }
+}
+
+/// The table as it will be, but for unit_begin and pulls.
+MOK_DEVICE schedule::Table table_of(const Block& block, uint32_t num_pieces, uint32_t num_idle) {
+    const PrepareParams& params = block.params;
+    const PrepareArrays& arrays = params.arrays;
     schedule::Table table{};
     table.chunks = arrays.chunks;
     table.pieces = arrays.pieces;
@@ -58,71 +74,98 @@ MOK_DEVICE schedule::Table table_of(const Block& block) {
     table.idle_experts = arrays.idle_experts;
     table.segment_begin = arrays.segment_begin;
     table.counts = arrays.counts;
+    const uint32_t chunks = block.word(SharedWord::kChunks);
+    table.num_chunks = static_cast<int32_t>(is_recompute(block) && chunks > 1 ? 1 : chunks);
+    table.num_pieces = static_cast<int32_t>(num_pieces);
+    table.num_runs = table.num_pieces * params.shape.num_phases;
+    table.num_idle = static_cast<int32_t>(num_idle);
+    table.num_blocks = static_cast<int32_t>(params.block_rows.divide(block.word(SharedWord::kTaskRows)));
+    table.num_shared_tasks = params.shared_tasks;
     return table;
 }
 
-/// The zero unit of each segment counts in the tile of its first padding row, where no later row of the
-/// segment is valid. As pass 2 it adds to cleared counts.
-MOK_DEVICE void count_zero_units(const Block& block) {
-    const schedule::ScheduleShape& shape = block.params.shape;
-    if (!block.params.pulls_any) return;
-    for (uint32_t expert = block.thread; expert < block.experts; expert += block.threads()) {
-        const uint32_t begin = Block::entry(block.shared.begin, expert);
-        const uint32_t end = Block::entry(block.shared.begin, expert + 1);
-        const uint32_t valid_end = begin + Block::entry(block.shared.total, expert);
-        if (valid_end == end) continue;
-        if (!shape.zeroes_padding(static_cast<int32_t>(chunk_of(block, expert, end - 1)))) continue;
-        ptx::red_relaxed_gpu_add(block.params.arrays.tile_counts + valid_end / kTileRows,
-                                 uint64_t{1} << 32 | (end - valid_end));
-    }
+/// Rows of a segment that have tasks.
+MOK_DEVICE uint32_t task_rows_of(const Block& block, uint32_t expert) {
+    const uint32_t limit = block.word(SharedWord::kTaskRows);
+    const uint32_t begin = Block::entry(block.shared.begin, expert);
+    const uint32_t end = Block::entry(block.shared.begin, expert + 1);
+    return (end < limit ? end : limit) - (begin < limit ? begin : limit);
 }
 
-/// Chunks, pieces, idle experts, and the runs but for their pulls. The whole block calls it.
+/// Piece `index`, from how many pieces and spans earlier segments have.
+MOK_DEVICE schedule::Piece piece_at(const Block& block, uint32_t index) {
+    const PrepareParams& params = block.params;
+    const auto blocks = [&](uint32_t rows) { return static_cast<int32_t>(params.block_rows.divide(rows)); };
+    const uint32_t expert = last_at_most(block.shared.base, block.experts, index);
+    const uint32_t begin = Block::entry(block.shared.begin, expert);
+    const uint32_t end = begin + task_rows_of(block, expert);
+    const uint32_t local = index - Block::entry(block.shared.base, expert);
+    const uint32_t stretch = params.stretch_pieces.divide(local);
+    const uint32_t span = begin + stretch * params.ring_rows.divisor;
+    const uint32_t span_end = end < span + params.ring_rows.divisor ? end : span + params.ring_rows.divisor;
+    const uint32_t rows = params.piece_rows.divisor;
+    const uint32_t piece = span + params.stretch_pieces.remainder(local) * rows;
+    const uint32_t piece_end = span_end < piece + rows ? span_end : piece + rows;
+    return schedule::Piece{blocks(piece),
+                           blocks(piece_end),
+                           static_cast<int32_t>(expert),
+                           static_cast<int32_t>(Block::entry(block.shared.chunk, expert) + stretch),
+                           blocks(span),
+                           static_cast<int32_t>(Block::entry(block.shared.counters, expert) + stretch),
+                           piece_end == span_end};
+}
+
+/// Pieces, idle experts, and the runs but for their pulls. The whole block calls it.
 MOK_DEVICE schedule::Table make_table(const Block& block) {
-    const schedule::ScheduleShape& shape = block.params.shape;
-    const PrepareArrays& arrays = block.params.arrays;
-    schedule::Table table = table_of(block);
-    ptx::sync_block();  // segment_begin and counts are written
-    if (block.thread == 0) {
-        schedule::fill_chunks(shape, table);
-        block.set_word(SharedWord::kFoundChunks, static_cast<uint32_t>(table.num_chunks));
-        block.set_word(SharedWord::kFoundBlocks, static_cast<uint32_t>(table.num_blocks));
-    }
-    ptx::sync_block();
-    table.num_chunks = static_cast<int32_t>(block.word(SharedWord::kFoundChunks));
-    table.num_blocks = static_cast<int32_t>(block.word(SharedWord::kFoundBlocks));
-    schedule::PieceCount total{0, 0};
+    const PrepareParams& params = block.params;
+    const PrepareArrays& arrays = params.arrays;
+    ptx::sync_block();  // a block alone has placed its routes: base and counters are free
+    uint32_t pieces = 0, spans = 0, idle = 0;
+#pragma unroll 1
     for (uint32_t first = 0; first < block.experts; first += block.threads()) {
         const uint32_t expert = first + block.thread;
         const bool is_expert = expert < block.experts;
-        const int32_t segment = static_cast<int32_t>(expert);
-        schedule::PieceCount own{0, 0};
-        if (is_expert) own = schedule::pieces_of_segment(shape, table, segment);
+        const uint32_t rows = is_expert ? task_rows_of(block, expert) : 0;
+        const uint32_t full = rows > 0 ? params.ring_rows.divide(rows - 1) : 0;  // stretches before the last
+        const uint32_t rest = rows - full * params.ring_rows.divisor;
+        const uint32_t own_pieces = full * params.stretch_pieces.divisor + params.piece_rows.divide_up(rest);
         const bool is_idle = is_expert && Block::entry(block.shared.total, expert) == 0;
-        const Prefix pieces = block_prefix(block, static_cast<uint32_t>(own.pieces));
-        const Prefix spans = block_prefix(block, static_cast<uint32_t>(own.spans));
-        const Prefix idle = block_prefix(block, is_idle ? 1 : 0);
-        if (own.pieces > 0) {
-            schedule::fill_pieces(shape, table, segment,
-                                  {total.pieces + static_cast<int32_t>(pieces.before),
-                                   total.spans + static_cast<int32_t>(spans.before)});
+        const Prefix piece = block_prefix(block, own_pieces);
+        const Prefix span = block_prefix(block, rows > 0 ? full + 1 : 0);
+        const Prefix idle_expert = block_prefix(block, is_idle ? 1 : 0);
+        if (is_expert) {
+            Block::set_entry(block.shared.base, expert, pieces + piece.before);
+            Block::set_entry(block.shared.counters, expert, spans + span.before);
         }
         if (is_idle) {
-            ptx::store_global(arrays.idle_experts + table.num_idle + idle.before, segment);
+            ptx::store_global(arrays.idle_experts + idle + idle_expert.before, static_cast<int32_t>(expert));
         }
-        total.pieces += static_cast<int32_t>(pieces.total);
-        total.spans += static_cast<int32_t>(spans.total);
-        table.num_idle += static_cast<int32_t>(idle.total);
+        pieces += piece.total;
+        spans += span.total;
+        idle += idle_expert.total;
     }
-    table.num_pieces = total.pieces;
-    table.num_runs = total.pieces * shape.num_phases;
-    if (block.thread == 0) schedule::end_pieces(shape, table, total);
+    const schedule::Table table = table_of(block, pieces, idle);
     ptx::sync_block();
-    for (int32_t i = static_cast<int32_t>(block.thread); i < table.num_runs;
-         i += static_cast<int32_t>(block.threads())) {
-        const schedule::PlacedRun placed =
-            schedule::place_run(shape, table, i / shape.num_phases, i % shape.num_phases);
-        table.runs[placed.index] = placed.run;
+#pragma unroll 1
+    for (uint32_t index = block.thread; index < pieces; index += block.threads()) {
+        arrays.pieces[index] = piece_at(block, index);
+    }
+    if (block.thread == 0) {
+        const int32_t blocks = table.num_blocks;
+        arrays.pieces[pieces] =
+            schedule::Piece{blocks, blocks, -1, table.num_chunks, blocks, static_cast<int32_t>(spans), false};
+        arrays.chunks[table.num_chunks] =
+            schedule::Chunk{blocks, blocks, static_cast<int32_t>(block.word(SharedWord::kCuts))};
+    }
+    ptx::sync_block();
+    // With the sentinel: phase 0 of the piece behind the last.
+#pragma unroll 1
+    for (uint32_t i = block.thread; i <= static_cast<uint32_t>(table.num_runs); i += block.threads()) {
+        const uint32_t phases = static_cast<uint32_t>(params.shape.num_phases);
+        const uint32_t piece = i / phases;
+        const schedule::PlacedRun placed = schedule::place_run(
+            params.shape, table, static_cast<int32_t>(piece), static_cast<int32_t>(i - piece * phases));
+        arrays.runs[placed.index] = placed.run;
         int32_t* before = arrays.run_before + static_cast<int64_t>(placed.index) * schedule::kMaxPhases;
 #pragma unroll
         for (int32_t k = 0; k < schedule::kMaxPhases; ++k) ptx::store_global(before + k, placed.before[k]);
@@ -133,60 +176,65 @@ MOK_DEVICE schedule::Table make_table(const Block& block) {
 /// unit_begin, the runs' pulls and all totals, once the units of all tiles are counted. The whole block calls
 /// it.
 MOK_DEVICE void finish_table(const Block& block, schedule::Table table) {
-    const schedule::ScheduleShape& shape = block.params.shape;
-    const PrepareArrays& arrays = block.params.arrays;
-    const uint32_t tiles = static_cast<uint32_t>(table.num_blocks) * (block.block_m / kTileRows);
+    const PrepareParams& params = block.params;
+    const PrepareArrays& arrays = params.arrays;
+    const uint32_t tiles = block.word(SharedWord::kTaskRows) / kTileRows;
+    const uint32_t tiles_per_block = params.block_rows.divisor / kTileRows;
     // Each thread sums a stretch of tiles; a piece adds those of the stretch in which it begins.
     const uint32_t per_thread = ceil_div(tiles, block.threads());
     UnitCount sum{0, 0};
+#pragma unroll 1
     for (uint32_t i = 0; i < per_thread; ++i) {
         const uint32_t tile = block.thread * per_thread + i;
-        if (tile < tiles) sum += tile_count(block, tile);
+        if (tile < tiles) add(sum, tile_count(block, tile));
     }
+    ptx::sync_block();  // a block alone has read the sums of pass 3
     const Prefix units = block_prefix(block, sum.units);
-    const UnitCount all = block_sum(block, sum);
-    ptx::store_shared(block.shared.counters + 4 * block.thread, units.before);
+    const Prefix rows = block_prefix(block, sum.rows);
+    Block::set_entry(block.shared.counters, block.thread, units.before);
     ptx::sync_block();
-    for (uint32_t piece = block.thread; piece < static_cast<uint32_t>(table.num_pieces);
+#pragma unroll 1
+    for (uint32_t piece = block.thread; piece <= static_cast<uint32_t>(table.num_pieces);
          piece += block.threads()) {
-        const uint32_t tile = static_cast<uint32_t>(table.pieces[piece].begin) * (block.block_m / kTileRows);
-        const uint32_t stretch = tile / per_thread;
-        uint32_t before = Block::entry(block.shared.counters, stretch);
-        for (uint32_t other = stretch * per_thread; other < tile; ++other) {
-            before += tile_count(block, other).units;
+        const uint32_t tile = static_cast<uint32_t>(arrays.pieces[piece].begin) * tiles_per_block;
+        UnitCount before{0, units.total};
+        if (tile < tiles) {
+            const uint32_t stretch = tile / per_thread;
+            before.units = Block::entry(block.shared.counters, stretch);
+#pragma unroll 1
+            for (uint32_t other = stretch * per_thread; other < tile; ++other) {
+                add(before, tile_count(block, other));
+            }
         }
-        ptx::store_global(arrays.unit_begin + piece, static_cast<int32_t>(before));
+        ptx::store_global(arrays.unit_begin + piece, static_cast<int32_t>(before.units));
     }
-    if (block.thread == 0) {
-        ptx::store_global(arrays.unit_begin + table.num_pieces, static_cast<int32_t>(all.units));
-        ptx::store_global(arrays.row_begin + all.units, static_cast<int32_t>(all.rows));
-    }
+    if (block.thread == 0)
+        ptx::store_global(arrays.row_begin + units.total, static_cast<int32_t>(rows.total));
     ptx::sync_block();
-    for (int32_t i = static_cast<int32_t>(block.thread); i < table.num_runs;
+#pragma unroll 1
+    for (int32_t i = static_cast<int32_t>(block.thread); i <= table.num_runs;
          i += static_cast<int32_t>(block.threads())) {
-        table.runs[i].pull_begin = schedule::run_pulls(
-            shape, table, arrays.run_before + static_cast<int64_t>(i) * schedule::kMaxPhases);
+        schedule::Run& run = table.runs[i];
+        run.pull_begin = schedule::run_pulls(
+            params.shape, table, arrays.run_before + static_cast<int64_t>(i) * schedule::kMaxPhases);
+        if (i < table.num_runs) continue;
+        table.num_routed_tasks = run.task_begin;
+        table.num_pulls = run.pull_begin;
+        *arrays.table = table;
+        *arrays.pulls = schedule::PullUnits{arrays.units, arrays.row_begin, arrays.rows,
+                                            static_cast<int32_t>(units.total)};
     }
-    if (block.thread != 0) return;
-    for (int32_t k = 0; k < shape.num_phases; ++k) {
-        table.num_shared_tasks += shape.shared_tasks(k);
-        table.num_routed_tasks += schedule::tasks_before(shape, table, k, table.num_pieces);
-        table.num_pulls += schedule::pulls_before(shape, table, k, table.num_pieces);
-    }
-    table.runs[table.num_runs] = schedule::Run{table.num_routed_tasks, table.num_pulls, table.num_pieces, 0};
-    *arrays.table = table;
-    *arrays.pulls =
-        schedule::PullUnits{arrays.units, arrays.row_begin, arrays.rows, static_cast<int32_t>(all.units)};
 }
 
-/// Zeros for the megakernel's counters, by the blocks that have rounds. As many as any table over these rows
-/// can need: the exact number is not known yet.
+/// Zeros for the megakernel's counters, by the blocks that have rounds: at least as many as it has.
 MOK_DEVICE void clear_counters(const Block& block, const Deal& deal) {
-    const int64_t words = schedule::most_counters(block.params.shape, block.word(SharedWord::kTaskRows));
-    const int64_t step = static_cast<int64_t>(deal.blocks) * block.threads();
-    for (int64_t i = static_cast<int64_t>(ptx::block_idx()) * block.threads() + block.thread; i < words;
-         i += step) {
-        ptx::store_global(block.params.arrays.counters + i, 0u);
+    const PrepareParams& params = block.params;
+    const uint32_t blocks = params.block_rows.divide(block.word(SharedWord::kTaskRows));
+    const uint32_t words = blocks * kCountersPerBlock + params.more_counters;
+    const uint32_t step = deal.blocks * block.threads();
+#pragma unroll 1
+    for (uint32_t i = ptx::block_idx() * block.threads() + block.thread; i < words; i += step) {
+        ptx::store_global(params.arrays.counters + i, 0u);
     }
 }
 

@@ -24,9 +24,36 @@ void check_shape(const Preparation& preparation) {
               " ranks: the plan has more than 2^31 rows; pass fewer tokens per call.");
     MOK_CHECK(plan.top_k <= kPrepareMaxTopK, "top_k = ", plan.top_k, ": on a GPU it must be at most ",
               kPrepareMaxTopK, ".");
-    MOK_CHECK(plan.pad == shape.block_m && shape.block_m % static_cast<int32_t>(kTileRows) == 0,
+    MOK_CHECK(plan.pad == shape.block_m && shape.block_m % static_cast<int32_t>(kTileRows) == 0 &&
+                  shape.block_m <= kPrepareMaxBlock,
               "pad = ", plan.pad, ": must equal the row block, ", shape.block_m,
-              " rows, which must be a multiple of ", kTileRows, ".");
+              " rows, which must be a multiple of ", kTileRows, " up to ", kPrepareMaxBlock, ".");
+    // Sums over a window are counted in 16 bits.
+    const int64_t window_rows = int64_t{shape.window_blocks} * shape.block_m;
+    MOK_CHECK(window_rows * plan.top_k + shape.block_m < 1 << 16, "window_blocks = ", shape.window_blocks,
+              " with top_k = ", plan.top_k, ": the rows of a window times top_k must be below 2^16.");
+}
+
+/// Slots of one round: whole tokens, one route a lane.
+uint32_t round_slots(const PlanShape& plan) {
+    const uint32_t top_k = static_cast<uint32_t>(plan.top_k);
+    return kTileRows / top_k * top_k;
+}
+
+/// Rounds of a rank with max_tokens.
+int64_t most_rounds(const PlanShape& plan) {
+    return ceil_div<int64_t>(plan.max_tokens * plan.top_k, round_slots(plan));
+}
+
+/// PrepareParams::more_counters: those that do not grow with the rows. A table has no more pieces,
+/// and so no more spans, than experts, chunks (at most 2 for each row block, and 1) and row blocks in all.
+int64_t more_counters(const schedule::ScheduleShape& shape) {
+    return int64_t{schedule::kNumCounters - 2} * shape.num_shared_blocks + shape.sizes.num_local_experts + 3 +
+           shape.routed.span_tiles();
+}
+
+uint32_t count_stride(uint32_t blocks) {
+    return round_up(blocks, 4u);
 }
 
 struct Grid {
@@ -47,8 +74,9 @@ Grid grid_of(const Preparation& preparation) {
     int64_t most = num_multiprocessors();
     if (preparation.most_blocks > 0) most = std::min<int64_t>(most, preparation.most_blocks);
     // A warp's rounds are of one rank; the table takes a block of its own.
-    const int64_t rounds = plan.num_ranks * rounds_of(plan.max_tokens, plan.top_k);
-    const int64_t wanted = ceil_div(std::max<int64_t>({rounds, plan.num_ranks, 1}), warps) + 1;
+    const int64_t tiles = worst_case_rows(plan) / kTileRows;
+    const int64_t rounds = plan.num_ranks * most_rounds(plan);
+    const int64_t wanted = ceil_div(std::max<int64_t>({rounds, tiles, plan.num_ranks, 1}), warps) + 1;
     const int64_t blocks = std::min(most, wanted);
     MOK_CHECK(std::max<int64_t>(blocks - 1, 1) * warps >= plan.num_ranks, "the preparation of a call has ",
               most, " multiprocessors for ", plan.num_ranks, " ranks: give it more.");
@@ -98,15 +126,14 @@ PrepareArrays place_arrays(const Preparation& preparation, void* scratch, int64_
     placer.place(arrays.row_begin, rows + 1);
     placer.place(arrays.rows, rows);
     placer.place(arrays.ids, slots);
-    placer.place(arrays.counters, schedule::most_counters(shape, rows));
+    placer.place(arrays.counters, rows / shape.block_m * kCountersPerBlock + more_counters(shape));
     placer.place(arrays.claims, 2 * kClaimStride);
-    placer.place(arrays.block_counts, grid.blocks * experts);
+    placer.place(arrays.block_counts, count_stride(grid.blocks) * experts);
     placer.place(arrays.records, rows);
     placer.place(arrays.token_rows, slots);
     placer.place(arrays.tile_counts, rows / kTileRows);
-    placer.place(arrays.own_rows, 2 * experts);
-    placer.place(arrays.round_masks, plan.num_ranks * rounds_of(plan.max_tokens, plan.top_k));
-    placer.place(arrays.run_before, capacity.runs * schedule::kMaxPhases);
+    placer.place(arrays.round_masks, plan.num_ranks * most_rounds(plan));
+    placer.place(arrays.run_before, (capacity.runs + 1) * schedule::kMaxPhases);
     if (bytes != nullptr) *bytes = placer.bytes();
     return arrays;
 }
@@ -119,6 +146,40 @@ bool pulls_any(const schedule::ScheduleShape& shape) {
         }
     }
     return false;
+}
+
+/// The part of the parameters that follows from the sizes.
+void set_sizes(const Preparation& preparation, const Grid& grid, PrepareParams& params) {
+    const PlanShape& plan = preparation.plan;
+    const schedule::ScheduleShape& shape = preparation.shape;
+    const int64_t rows = worst_case_rows(plan), block = shape.block_m;
+    params.plan = plan;
+    params.shape = shape;
+    params.pulls_any = pulls_any(shape);
+    params.zeroes_first = shape.zeroes_padding(0);
+    params.zeroes_later = shape.zeroes_padding(1);
+    params.slots = static_cast<uint32_t>(plan.max_tokens * plan.top_k);
+    params.most_rounds = static_cast<uint32_t>(most_rounds(plan));
+    params.most_tiles = static_cast<uint32_t>(rows / kTileRows);
+    params.count_stride = count_stride(grid.blocks);
+    // (rounds / 32 warps) x 12000 cycles over experts, from estimates.
+    params.round_cost = 375.0f / static_cast<float>(plan.num_local_experts());
+    // Two tiles a warp, if each rank has its share of the routes and each expert half a row block of padding.
+    const float tile_warps = 2.0f * static_cast<float>(kTileRows * grid.warps);
+    params.blocks_per_slot = 1.0f / (tile_warps * static_cast<float>(plan.num_ranks));
+    params.more_blocks = static_cast<float>(plan.num_local_experts() * block) / tile_warps;
+    params.more_counters = static_cast<uint32_t>(more_counters(shape));
+    for (int32_t k = 0; k < shape.num_phases; ++k) params.shared_tasks += shape.shared_tasks(k);
+    const int64_t ring = std::min(int64_t{shape.ring_blocks} * block, std::max(rows, block));
+    const int64_t piece = std::min(int64_t{shape.max_piece_blocks} * block, ring);
+    const auto divisor = [](int64_t value) { return make_divisor(static_cast<uint32_t>(value)); };
+    params.top_k = divisor(plan.top_k);
+    params.round_slots = divisor(round_slots(plan));
+    params.block_rows = divisor(block);
+    params.ring_rows = divisor(ring);
+    params.piece_rows = divisor(piece);
+    params.window_rows = divisor(std::min(int64_t{shape.window_blocks} * block, ring));
+    params.stretch_pieces = divisor(ceil_div(ring, piece));
 }
 
 PublishedRows published(const StagedRows& rows, const PeerGroup& group) {
@@ -178,15 +239,13 @@ schedule::PreparedCall launch_prepare(const Preparation& preparation, const Prep
     const Grid grid = grid_of(preparation);
     const bool alone = preparation.plan.num_ranks == 1;
     PrepareParams params{};
-    params.plan = preparation.plan;
-    params.shape = preparation.shape;
+    set_sizes(preparation, grid, params);
     params.arrays = place_arrays(preparation, scratch, nullptr);
     params.group = inputs.group;
     params.limits = inputs.limits;
     params.header = inputs.header;
     params.topk_ids = inputs.topk_ids;
     params.ids_are_int64 = inputs.ids_are_int64;
-    params.pulls_any = pulls_any(preparation.shape);
     params.ids_offset = inputs.ids_offset;
     params.row_bytes = preparation.shape.sizes.row_bytes;
     params.own_x = static_cast<const char*>(inputs.x.data);

@@ -49,12 +49,6 @@ MOK_HD int64_t block_counter_begin(const ScheduleShape& shape, const Table& tabl
     return static_cast<int32_t>(counter) * counter_size(shape, table, counter);
 }
 
-/// Values that a call over at most `rows` padded rows can have in all.
-MOK_HD int64_t most_counters(const ScheduleShape& shape, int64_t rows) {
-    const int64_t blocks = shape.num_shared_blocks + ceil_div<int64_t>(rows, shape.block_m);
-    return blocks * (kNumCounters - 2) + table_capacity(shape, rows).pieces + shape.routed.span_tiles();
-}
-
 /// One value: the counter's `index`, with routed row blocks behind the shared ones.
 MOK_HD int32_t counter_block(const ScheduleShape& shape, bool shared, int32_t block) {
     return shared ? block : shape.num_shared_blocks + block;

@@ -200,11 +200,14 @@ def test_a_kernel_of_an_ended_workspace_leaves_its_memory_alone():
         with torch.cuda.graph(graph):
             ranks.launch_rank(0, torch.cuda.current_stream())
         ranks.workspaces[0].abort("no more", torch.cuda.current_stream().cuda_stream)
-        ranks.set_ids(replace(case, seed=5).ids())
+        other = replace(case, seed=5).ids()
+        ranks.set_ids(other)
         graph.replay()
         torch.cuda.synchronize()
-        result = ranks.preparations[0].result()
-        np.testing.assert_array_equal(result["row_slot"], case.expected(ids, 0)["row_slot"])
+        kept = case.expected(ids, 0)["row_slot"]
+        found = ranks.preparations[0].raw_row_slot(len(kept))
+        # With MOK_POISON the memory was filled before the kernel.
+        assert np.array_equal(found, kept) or (found == -1).all()
         with pytest.raises(RuntimeError, match="no more"):
             ranks.launch_rank(0, torch.cuda.current_stream())
         assert torch.ones(2, device="cuda").sum().item() == 2

@@ -147,6 +147,9 @@ class HeldPreparation {
         return result;
     }
 
+    /// The first `rows` of row_slot, whether or not the last launch wrote them.
+    py::array raw_row_slot(int64_t rows) { return to_numpy(fetch(prepared_.row_slot, rows)); }
+
     /// nanoseconds [blocks, stamps] of the last launch; 0 where a block did not take part.
     py::array times() {
         MOK_CHECK(times_ != nullptr, "times: make the preparation with timed=True.");
@@ -239,6 +242,7 @@ void bind_device_preparation(py::module_& module) {
         .def("published", &HeldPreparation::published, py::arg("rank"))
         .def("header", &HeldPreparation::header, py::arg("num_tokens"))
         .def("result", &HeldPreparation::result)
+        .def("raw_row_slot", &HeldPreparation::raw_row_slot, py::arg("rows"))
         .def("times", &HeldPreparation::times)
         .def("clear_times", &HeldPreparation::clear_times);
     module.def(
