@@ -135,8 +135,10 @@ class BackwardRun {
             move_window(rank, layout_.rows, "home_rows", true);
             move_window(rank, layout_.dweights, "home_weight_grads", true);
         }
+        // Peers touch the control block before this rank's first kernel.
+        const Use use{true, false, true, /* is_input */ false};
         const std::vector<py::array> images(images_.begin(), images_.end());
-        for (void* window : session_.add_windows("window", images, Use{true, false, true, true})) {
+        for (void* window : session_.add_windows("window", images, use)) {
             windows_.push_back(static_cast<char*>(window));
             records_.push_back(static_cast<PeerRecord*>(
                 session_.zeros("record", sizeof(PeerRecord), static_cast<int>(records_.size()))));
