@@ -87,7 +87,7 @@ MOK_DEVICE Task take_task_as_part(const Shared& shared, TaskCursor& cursor, uint
     // Two words, because a fast warp may already be at the next task while a slow one looks at this.
     const uint32_t word = shared.give_up(part, cursor.slot % 2);
     Task task = take_task<Task>(shared, cursor, lane, deadline);
-    if (lane == 0 && deadline.expired) ptx::store_shared(word, 1u);
+    if (lane == 0 && deadline.expired) ptx::red_relaxed_cta_shared_add(word, 1u);
     ptx::named_barrier_sync(static_cast<uint32_t>(NamedBarrier::kPart0) + part, ptx::kWarpgroupThreads);
     if (ptx::load_shared<uint32_t>(word) != 0) task.kind = kExitTask;
     return task;

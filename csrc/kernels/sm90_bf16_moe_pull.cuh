@@ -194,12 +194,10 @@ struct Puller {
         }
         const bool is_short = counter != nullptr && ptx::ld_acquire_gpu(counter) < target;
         if (!ptx::any_lane(is_short)) return;
-        ptx::bulk_commit();
         signal<0>();
         deadline.place = static_cast<uint32_t>(WaitPlace::kPullSlot);
         if (is_short) ptx::wait_reached_acquire_gpu(counter, target, deadline);
         deadline.place = static_cast<uint32_t>(WaitPlace::kPullLoad);
-        ptx::sync_warp();
     }
 
     /// Signals what is due, once all but the newest kPending groups of stores are complete.

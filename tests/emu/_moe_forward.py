@@ -39,6 +39,8 @@ class Layer:
     skew: float = 0.0
     """Of the routes go to expert 0."""
     recompute: bool = False
+    lose_pulls: bool = False
+    """Nobody fetches x, so that waits for it expire."""
     num_blocks: int = 2
     seed: int = 0
 
@@ -73,8 +75,8 @@ class Data:
         self.x = [normal(tokens, H) for tokens in layer.tokens]
         self.ids = []
         for tokens in layer.tokens:
-            ids = np.stack([rng.permutation(E)[: layer.top_k] for _ in range(tokens)] or [[]])
-            ids = ids.reshape(tokens, layer.top_k).astype(np.int32)
+            ids = np.array([rng.permutation(E)[: layer.top_k] for _ in range(tokens)], np.int32)
+            ids = ids.reshape(tokens, layer.top_k)
             ids[rng.random(ids.shape) < layer.skew] = 0
             ids[rng.random(ids.shape) < layer.none_share] = -1
             self.ids.append(ids)
@@ -216,6 +218,7 @@ def make_ranks(emulator, data: Data) -> list:
         )
         if data.biases is not None:
             rank.set_biases(*(np.ascontiguousarray(bias[own]) for bias in data.biases))
+        rank.limits = np.zeros(80, np.uint32)
         rank.home_rows = untouched(layer.max_tokens * layer.top_k, layer.hidden)
         if layer.shared:
             rank.set_weights(True, *weight_arguments(emulator, layer, *data.shared))
@@ -238,8 +241,8 @@ def worst_case_rows(layer: Layer) -> int:
     )
 
 
-def run(emulator, data: Data, options) -> list:
-    """One pass on all ranks; returns the ranks with their outputs filled."""
+def run(emulator, data: Data, options, has_ended: int = 0) -> tuple[list, object]:
+    """One pass on all ranks: the ranks with their outputs filled, and the emulator's result."""
     layer = data.layer
     argument = emulator.Layer()
     argument.num_experts, argument.top_k = layer.num_experts, layer.top_k
@@ -248,10 +251,11 @@ def run(emulator, data: Data, options) -> list:
     argument.ring_rows, argument.num_blocks = ring_rows(layer), layer.num_blocks
     argument.save = SAVES.index(layer.save)
     argument.activation, argument.limit = ACTIVATIONS.index(layer.activation), layer.limit
-    argument.recompute = layer.recompute
+    argument.recompute, argument.lose_pulls = layer.recompute, layer.lose_pulls
     ranks = make_ranks(emulator, data)
-    emulator.moe_forward(argument, ranks, options)
-    return ranks
+    for rank in ranks:
+        rank.limits[0] = has_ended
+    return ranks, emulator.moe_forward(argument, ranks, options)
 
 
 def assert_equal(what: str, found: np.ndarray, wanted: np.ndarray) -> None:
@@ -264,10 +268,12 @@ def assert_equal(what: str, found: np.ndarray, wanted: np.ndarray) -> None:
         )
 
 
-def check(emulator, expected: Expected, options) -> None:
-    """Runs the kernels and compares every bit of every output."""
+def check(emulator, expected: Expected, options):
+    """Runs the kernels and compares every bit of every output; returns the emulator's result."""
     layer = expected.layer
-    for r, rank in enumerate(run(emulator, expected.data, options)):
+    ranks, result = run(emulator, expected.data, options)
+    assert not result.trapped
+    for r, rank in enumerate(ranks):
         assert_equal(f"rank {r}: home rows", rank.home_rows, expected.home[r])
         if layer.shared and layer.tokens[r]:
             gate, up, y = expected.shared[r]
@@ -282,3 +288,4 @@ def check(emulator, expected: Expected, options) -> None:
             assert_equal(f"rank {r}: up", rank.saved_up, saved["up"])
         if layer.save == "all":
             assert_equal(f"rank {r}: x", rank.saved_x, saved["x"])
+    return result

@@ -1,10 +1,11 @@
 """The forward megakernel in the emulator: its source gives the CPU executor's bits, under seeded
 schedules, for every feature and several ranks."""
 
+import numpy as np
 import pytest
 
 from mok import _C
-from tests.emu._moe_forward import ISA, Data, Expected, Layer, check
+from tests.emu._moe_forward import ISA, UNTOUCHED, Data, Expected, Layer, check, run
 
 pytestmark = pytest.mark.skipif(
     ISA not in _C.kernels.available(), reason=f"this processor has no {ISA}"
@@ -39,6 +40,7 @@ CASES = {
     "no routes": Layer((50, 50), none_share=1.0),
     "one block": Layer((150, 70), num_blocks=1),
     "more choices than lanes": Layer((40,), num_experts=48, top_k=40, hidden=16, intermediate=8),
+    "a short pull list": Layer((3, 4), num_blocks=3, top_k=1),
     "rows in pieces": Layer((20, 10), hidden=4104, intermediate=8, num_experts=2),
 }
 
@@ -61,3 +63,29 @@ def test_under_every_policy(emulator, name, policy):
     expected = Expected(Data(CASES[name]))
     for seed in range(2):
         check(emulator, expected, emulator.RunOptions(seed=seed, policy=policy))
+
+
+KERNEL = "mok's forward kernel"
+PLACES = range(32, 39)  # csrc/layout/wait_place.h
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_wait_that_expires_ends_every_role_and_traps(emulator, seed):
+    layer = Layer((90, 60), lose_pulls=True, shared=16)
+    options = emulator.RunOptions(seed=seed, time_outs=True)
+    ranks, result = run(emulator, Data(layer), options)
+    assert KERNEL in result.trapped
+    for rank in ranks:
+        complete, place = rank.limits[64:66]
+        assert (rank.limits[0] != 0) == (complete == 1)
+        assert complete == 0 or place in PLACES
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_workspace_that_has_ended_runs_nothing(emulator, seed):
+    layer = Layer((90, 60), shared=16, save="all")
+    ranks, result = run(emulator, Data(layer), emulator.RunOptions(seed=seed), has_ended=1)
+    assert not result.trapped
+    for rank in ranks:
+        for array in (rank.home_rows, rank.shared_rows, rank.saved_x, rank.saved_gate):
+            assert (np.asarray(array) == UNTOUCHED).all()

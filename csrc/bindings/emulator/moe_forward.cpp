@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -34,10 +35,10 @@ T* constant(Session& session, const std::string& name, const T* values, int64_t 
     return static_cast<T*>(session.add(name, bytes, kInput, rank));
 }
 
-ptx::WaitLimits make_limits(Session& session, int rank) {
-    const std::vector<uint32_t> zeros(64 + sizeof(ptx::WaitRecord) / 4);
-    const py::array_t<uint32_t> array(static_cast<py::ssize_t>(zeros.size()), zeros.data());
-    char* memory = static_cast<char*>(session.add("limits", array, Use{}, rank));
+/// uint32 [80]: the word `expired`, and a WaitRecord from byte 256 on.
+ptx::WaitLimits limits_in(Session& session, const py::array& array, int rank) {
+    MOK_CHECK(array.nbytes() >= 320, "limits has ", array.nbytes(), " bytes, needs 320.");
+    char* memory = static_cast<char*>(session.add("limits", array, kOutput, rank));
     return {kLimitNs, reinterpret_cast<uint32_t*>(memory), reinterpret_cast<ptx::WaitRecord*>(memory + 256),
             rank};
 }
@@ -79,7 +80,7 @@ emu::RunResult grouped_gemm(const py::array& x, const WeightArgument& weights,
     gemm.counts = static_cast<const int64_t*>(session.add("counts", counts, kInput));
     const py::array_t<uint64_t> zero(1, std::vector<uint64_t>{0}.data());
     gemm.claim = static_cast<uint64_t*>(session.add("claim", zero, Use{}));
-    launch::launch_sm90_bf16_grouped_gemm(gemm, make_limits(session, 0), &session.stream());
+    launch::launch_sm90_bf16_grouped_gemm(gemm, session.limits(), &session.stream());
     return session.run(options);
 }
 
@@ -90,6 +91,7 @@ struct LayerArgument {
     int32_t save, activation, num_blocks;
     float limit;
     bool recompute;
+    bool lose_pulls;  // nobody fetches x: waits for it run out of time
 };
 
 struct BiasArgument {
@@ -105,7 +107,8 @@ struct RankArgument {
     std::optional<py::array> home_rows;    // [max_tokens * K, H]
     std::optional<py::array> shared_rows;  // [T, H]
     std::optional<py::array> saved_x, saved_gate, saved_up, saved_shared_gate, saved_shared_up;
-    std::optional<py::array> spans;  // uint8 [tasks, sizeof(TaskSpan)]
+    std::optional<py::array> spans;   // uint8 [tasks, sizeof(TaskSpan)]
+    std::optional<py::array> limits;  // see limits_in
 };
 
 class ForwardRun {
@@ -131,7 +134,8 @@ class ForwardRun {
 
     emu::RunResult run(const emu::RunOptions& options) {
         emu::RunResult result = session_.run(options);
-        for (size_t r = 0; r < ranks_.size() && result.trapped.empty(); ++r) check_counters(r);
+        const bool all_ran = result.trapped.empty() && !has_ended();
+        for (size_t r = 0; r < ranks_.size() && all_ran; ++r) check_counters(r);
         return result;
     }
 
@@ -197,6 +201,7 @@ class ForwardRun {
         table.unit_begin = add("unit_begin", table.unit_begin, table.num_pieces + 1);
         table.segment_begin = add("segment_begin", table.segment_begin, experts + 1);
         table.counts = add("counts", table.counts, experts);
+        if (layer_.lose_pulls) table.num_pulls = 0;
         schedule::PullUnits units = host.units();
         const int64_t num_rows = units.row_begin[units.num_units];
         units.units = add("units", units.units, units.num_units);
@@ -222,6 +227,12 @@ class ForwardRun {
         counters_.emplace_back(num_counters, unset.data());
         call.counters = static_cast<uint32_t*>(session_.add("counters", counters_.back(), kOutput, rank));
         return call;
+    }
+
+    bool has_ended() const {
+        return std::any_of(ranks_.begin(), ranks_.end(), [](const RankArgument& rank) {
+            return *static_cast<const uint32_t*>(rank.limits->data()) != 0;
+        });
     }
 
     /// Every counter of the pass has the value that the schedule says.
@@ -272,7 +283,7 @@ class ForwardRun {
                        : session_.scratch(name, static_cast<size_t>(rows * columns * kElementBytes), rank);
         };
         launch::MoeForward forward{};
-        forward.limits = make_limits(session_, rank);
+        forward.limits = limits_in(session_, argument.limits.value(), rank);
         forward.shape = schedules_[rank]->shape();
         forward.call = prepared(rank, forward.limits);
         forward.routed = experts(rank, 0);
@@ -342,7 +353,8 @@ void bind_moe_forward(py::module_& module) {
         .def_readwrite("activation", &LayerArgument::activation)
         .def_readwrite("num_blocks", &LayerArgument::num_blocks)
         .def_readwrite("limit", &LayerArgument::limit)
-        .def_readwrite("recompute", &LayerArgument::recompute);
+        .def_readwrite("recompute", &LayerArgument::recompute)
+        .def_readwrite("lose_pulls", &LayerArgument::lose_pulls);
     py::class_<RankArgument> rank(module, "Rank");
     rank.def(py::init<>())
         .def_readwrite("x", &RankArgument::x)
@@ -355,6 +367,7 @@ void bind_moe_forward(py::module_& module) {
         .def_readwrite("saved_shared_gate", &RankArgument::saved_shared_gate)
         .def_readwrite("saved_shared_up", &RankArgument::saved_shared_up)
         .def_readwrite("spans", &RankArgument::spans)
+        .def_readwrite("limits", &RankArgument::limits)
         .def("set_weights",
              [](RankArgument& self, bool shared, const WeightArgument& gate, const WeightArgument& up,
                 const WeightArgument& down) {
