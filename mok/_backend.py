@@ -7,6 +7,7 @@ collective   torch.distributed's all-to-all and torch's products: anywhere
 
 import dataclasses
 import warnings
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,15 @@ class Choice:
 
 # Why the ranks of a group cannot map each other's memory, as the first call has found out.
 _not_local: dict[str, str] = {}
+_groups_not_local: dict[str, weakref.ref] = {}
+
+
+@_group.run_at_trace_time
+def forget_destroyed(group_name: str) -> None:
+    """Names of destroyed process groups come again: what was found of such a one does not hold."""
+    known = _groups_not_local.get(group_name)
+    if known is not None and known() is not _group.resolve_group(group_name):
+        del _groups_not_local[group_name], _not_local[group_name]
 
 
 def choose(requested: str, device_type: str, group_name: str | None) -> Choice:
@@ -72,6 +82,7 @@ def runs_collectively(
             workspace.ensure(workspace_name)
         except PeersNotLocalError as error:
             _not_local[group_name] = str(error)
+            _groups_not_local[group_name] = weakref.ref(_group.resolve_group(group_name))
             _warn_once(group_name, str(error))
             return True
     return False

@@ -6,7 +6,6 @@ Works without a GPU, without the compiled half and without torch: it then says w
 import dataclasses
 import os
 import platform
-import resource
 import sys
 
 from mok import _native
@@ -43,7 +42,8 @@ def examine() -> list[Finding]:
         return [*findings, Finding("torch", "error", text, "install torch >= 2.11")]
     findings.append(_torch(torch))
     findings += _compiled_half()
-    findings += _limits()
+    if sys.platform == "linux":
+        findings += _limits()
     if _native.is_available():
         findings += _cpu()
         findings += _gpus(torch)
@@ -107,6 +107,8 @@ def _compiled_half() -> list[Finding]:
 
 
 def _limits() -> list[Finding]:
+    import resource  # Linux
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     findings = []
     if soft < _FEWEST_DESCRIPTORS:

@@ -104,6 +104,8 @@ def moe(
     num_ranks = 1 if group is None else dist.get_world_size(group)
     group = None if num_ranks == 1 else group
     device_type, group_name = x_TH.device.type, None if group is None else group.group_name
+    if group_name is not None:
+        _backend.forget_destroyed(group_name)
     is_collective = False
     try:
         check_settings(max_tokens, save, ring_rows, shared, backend)

@@ -34,8 +34,8 @@ def swap_moe_layers(
     BF16 model may choose other experts for a few tokens. Weights are copied block by block, and a
     block's own are freed before the next is copied; with a group each rank keeps its share of the
     experts. Parameter names become mok's (`mok.convert` goes back); dtypes, devices and
-    requires_grad stay. What transformers reads off its own routers (output_router_logits, its
-    auxiliary loss) is not there any more: see `mok.router`.
+    requires_grad stay. What transformers records of its own routers (output_router_logits, its
+    auxiliary loss) is not there any more; `mok.router` has the losses.
 
     Args:
         model: with blocks of Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V3 or gpt-oss.
@@ -46,8 +46,8 @@ def swap_moe_layers(
         The names of the replaced blocks.
 
     Raises:
-        ValueError: if there is none, or one computes what mok does not (another activation, router
-            noise); nothing was replaced then.
+        ValueError: if there is none, one computes what mok does not (another activation, router
+            noise), or config.output_router_logits is set; nothing was replaced then.
     """
     found = [
         (name, module) for name, module in model.named_modules() if type(module).__name__ in _BLOCKS
@@ -55,6 +55,11 @@ def swap_moe_layers(
     if not found:
         raise ValueError(
             f"the model has no MoE block that mok knows: these are {', '.join(sorted(_BLOCKS))}"
+        )
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ValueError(
+            "config.output_router_logits is True, but transformers cannot record mok's routers: "
+            "set it to False and add mok.router.load_balancing_loss to the loss yourself"
         )
     described = []
     for name, block in found:

@@ -109,5 +109,9 @@ def test_what_mok_does_not_compute_is_refused_and_nothing_replaced():
     model.model.layers[0].mlp.experts.alpha = 1.5
     with pytest.raises(ValueError, match=r"swiglu_alpha is 1.5"):
         mok.swap_moe_layers(model)
+    model = make_model("mixtral")
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match=r"config.output_router_logits is True"):
+        mok.swap_moe_layers(model)
     with pytest.raises(ValueError, match="no MoE block that mok knows: these are DeepseekV3MoE"):
         mok.swap_moe_layers(torch.nn.Linear(2, 2))

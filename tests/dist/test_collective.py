@@ -1,6 +1,7 @@
 """The collective backend over gloo: tolerance, shapes, refusals, and how a group falls to it."""
 
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -252,3 +253,20 @@ def test_explain_says_which_and_why():
         assert texts[4].startswith("collective: this build of mok has no kernels")
         assert texts[5][0] == texts[6][0] == "NotImplementedError"
         assert texts[7] == "cpu"
+
+
+def reused_name_job(rank, group):
+    """A new group under the name of a destroyed one is asked anew."""
+    first = dist.new_group([0, 1], use_local_synchronization=True)
+    _backend._not_local[first.group_name] = "two hosts"
+    _backend._groups_not_local[first.group_name] = weakref.ref(first)
+    _backend.forget_destroyed(first.group_name)
+    kept = _backend.choose("auto", "cpu", first.group_name).backend
+    name = first.group_name
+    _backend._groups_not_local[name] = weakref.ref(group)  # as if the name had been another group's
+    _backend.forget_destroyed(name)
+    return kept, _backend.choose("auto", "cpu", name).backend
+
+
+def test_a_name_that_comes_again_is_another_group():
+    assert run_ranks_fresh(2, reused_name_job) == [("collective", "cpu")] * 2
