@@ -1,13 +1,10 @@
-#if defined(MOK_WITH_CUDA)
+#if defined(MOK_WITH_SM90)
 
 #include "csrc/launch/device_backward.h"
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
 #include "csrc/launch/error.h"
-#include "csrc/launch/launch.cuh"
 #include "csrc/launch/sm90_bf16_moe_backward.h"
 #include "csrc/launch/weighted_sum.h"
 #include "csrc/layout/check.h"
@@ -18,25 +15,6 @@ namespace {
 
 constexpr int64_t kElementBytes = 2, kFloatBytes = 4, kPartialColumns = 64, kAlign = 256;
 
-/// Places arrays one behind the other; from nullptr, only to count their bytes.
-class Arena {
-  public:
-    explicit Arena(char* base) : base_(reinterpret_cast<uintptr_t>(base)) {}
-
-    template <typename T = void>
-    T* take(bool is_used, int64_t rows, int64_t columns, int64_t element_bytes) {
-        if (!is_used) return nullptr;
-        const uintptr_t at = base_ + static_cast<uintptr_t>(bytes_);
-        bytes_ += round_up(rows * columns * element_bytes, kAlign);
-        return reinterpret_cast<T*>(at);
-    }
-    int64_t bytes() const { return bytes_; }
-
-  private:
-    uintptr_t base_;
-    int64_t bytes_ = 0;
-};
-
 /// Sets the temporaries of `call`; returns their bytes.
 int64_t place(const schedule::ScheduleShape& shape, const PlanShape& plan, char* memory, MoeBackward& call) {
     const schedule::ScheduleSizes& sizes = shape.sizes;
@@ -46,7 +24,7 @@ int64_t place(const schedule::ScheduleShape& shape, const PlanShape& plan, char*
     const bool routed = shape.routed.dhidden > 0, is_shared = shape.shared.dhidden > 0;
     const bool saves_none = sizes.save == schedule::Save::kNone;
     const bool has_later_chunks = worst_case_rows(plan) > ring;
-    Arena arena(memory);
+    MemoryPlacer arena(memory);
     const auto rows = [&](bool is_used, int64_t count, int64_t columns) {
         return arena.take(is_used, count, columns, kElementBytes);
     };
@@ -77,49 +55,6 @@ int64_t place(const schedule::ScheduleShape& shape, const PlanShape& plan, char*
     call.shared_rows = rows(is_shared && shape.shared.dx > 0, tokens, hidden);
     if (plan.num_ranks == 1) call.home_rows = rows(shape.routed.dx > 0, slots, hidden);
     return arena.bytes();
-}
-
-/// Where this rank's own rows lie that its shared expert reads: in place, or where the preparation has put
-/// rows that TMA could not read. `copies` is the next place of such in a one-rank call's memory.
-InputRows own_rows(const Workspace& workspace, const InputRows& rows, int64_t num_rows, int64_t row_bytes,
-                   char* in_window, char*& copies) {
-    const bool is_aligned = reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.stride % 16 == 0;
-    if (rows.data == nullptr || is_aligned) return rows;
-    if (workspace.num_ranks() > 1) return {in_window, row_bytes};
-    const InputRows copied{copies, row_bytes};
-    copies += num_rows * row_bytes;
-    return copied;
-}
-
-Preparation preparation_of(const Workspace& workspace, const DeviceBackward& backward) {
-    const CallHeader& header = backward.header;
-    Preparation result{};
-    result.most_blocks = workspace.most_blocks;
-    result.plan = PlanShape{workspace.rank(),
-                            workspace.num_ranks(),
-                            static_cast<int32_t>(header.num_experts),
-                            static_cast<int32_t>(header.top_k),
-                            header.max_tokens,
-                            kDefaultPad};
-    schedule::ScheduleSizes sizes{};
-    sizes.pass = schedule::Pass::kBackward;
-    sizes.save = static_cast<schedule::Save>(header.save);
-    sizes.hidden = header.hidden;
-    sizes.intermediate = header.intermediate;
-    sizes.shared_intermediate = header.shared_intermediate;
-    sizes.num_tokens = header.num_tokens;
-    sizes.num_local_experts = result.plan.num_local_experts();
-    // A ring longer than the worst case would never be filled.
-    sizes.ring_rows = std::min(header.ring_rows, std::max(worst_case_rows(result.plan), result.plan.pad));
-    sizes.gradients = header.gradients;
-    sizes.zero_idle = !backward.accumulate;
-    sizes.num_sms =
-        static_cast<int32_t>(workspace.most_blocks > 0 ? workspace.most_blocks : num_multiprocessors());
-    sizes.row_bytes = header.hidden * kElementBytes;
-    const schedule::KernelConfig* config =
-        schedule::choose_config(schedule::Arch::kSm90, header.intermediate);
-    result.shape = schedule::make_schedule_shape(sizes, *config);
-    return result;
 }
 
 void copy_floats(float* to, const float* from, int64_t count, void* stream) {
@@ -167,7 +102,7 @@ int64_t device_backward_bytes(const schedule::ScheduleShape& shape, const PlanSh
 void device_backward(Workspace& workspace, const DeviceBackward& backward, void* stream) {
     DeviceCall call(workspace, stream);
     call.check(backward.header);
-    const Preparation preparation = preparation_of(workspace, backward);
+    const Preparation preparation = layer_preparation(workspace, backward.header, !backward.accumulate);
     const int64_t prepared_bytes =
         round_up(call.preparation_memory(preparation, backward.header, backward.tensors), kAlign);
     char* memory = call.scratch(prepared_bytes + device_backward_bytes(preparation.shape, preparation.plan));
@@ -196,17 +131,10 @@ void device_backward(Workspace& workspace, const DeviceBackward& backward, void*
 
     kernel.shape = preparation.shape;
     kernel.call = call.prepare(preparation, backward.header, backward.tensors, memory);
-    char* window = workspace.num_ranks() > 1 ? call.group().window : nullptr;
-    char* copies = memory + preparation_bytes(preparation);
-    const int64_t row_bytes = preparation.shape.sizes.row_bytes;
-    const InputRows x = own_rows(workspace, backward.tensors.x, backward.header.num_tokens, row_bytes,
-                                 window + workspace.layout.x, copies);
-    const InputRows dout = own_rows(workspace, backward.tensors.dout, backward.header.num_tokens, row_bytes,
-                                    window + workspace.layout.dout, copies);
-    kernel.x = x.data;
-    kernel.x_stride = x.stride;
-    kernel.dout = dout.data;
-    kernel.dout_stride = dout.stride;
+    kernel.x = call.own_x().data;
+    kernel.x_stride = call.own_x().stride;
+    kernel.dout = call.own_dout().data;
+    kernel.dout_stride = call.own_dout().stride;
     kernel.rank = workspace.rank();
     kernel.limits = call.limits();
     launch_sm90_bf16_moe_backward(kernel, stream);
@@ -225,7 +153,7 @@ void device_backward(Workspace& workspace, const DeviceBackward& backward, void*
     sum.shared_rows = kernel.shared_rows;
     sum.ids = kernel.call.ids;
     sum.out = backward.dx;
-    sum.rows_stride = sum.shared_stride = row_bytes;
+    sum.rows_stride = sum.shared_stride = preparation.shape.sizes.row_bytes;
     sum.out_stride = backward.dx_stride;
     sum.expired = kernel.limits.expired;
     launch_weighted_sum(sum, stream);
@@ -233,4 +161,4 @@ void device_backward(Workspace& workspace, const DeviceBackward& backward, void*
 
 }  // namespace mok::launch
 
-#endif  // MOK_WITH_CUDA
+#endif  // MOK_WITH_SM90

@@ -4,11 +4,15 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "csrc/comm/errors.h"
 #include "csrc/launch/error.h"
+#include "csrc/launch/launch_shape.h"
 #include "csrc/launch/peer_barrier.h"
 #include "csrc/launch/stream_order.h"
 #include "csrc/layout/check.h"
+#include "csrc/schedule/host_schedule.h"
 #include "csrc/symm/scratch.h"
 
 namespace mok::launch {
@@ -28,6 +32,18 @@ StreamOrder& order_of(Workspace& workspace) {
 
 bool is_aligned(const InputRows& rows) {
     return reinterpret_cast<uintptr_t>(rows.data) % kAlign == 0 && rows.stride % kAlign == 0;
+}
+
+schedule::Pass pass_of(CallKind kind) {
+    switch (kind) {
+        case CallKind::kForward:
+            return schedule::Pass::kForward;
+        case CallKind::kRecompute:
+            return schedule::Pass::kRecompute;
+        case CallKind::kBackward:
+            return schedule::Pass::kBackward;
+    }
+    throw std::invalid_argument(concat("kind of call ", static_cast<int64_t>(kind), ": must be 1 to 3."));
 }
 
 void copy_rows(const InputRows& rows, int64_t num_rows, int64_t row_bytes, char* to, void* stream) {
@@ -102,8 +118,9 @@ InputRows DeviceCall::staged(const InputRows& rows, int64_t num_rows, int64_t ro
 }
 
 /// Peers read a tensor that lies in the heap in place; another one is copied to `staging`.
-StagedRows DeviceCall::publish_rows(const InputRows& rows, int64_t num_rows, int64_t row_bytes,
-                                    int64_t staging, int64_t& offset) const {
+/// `rows` then is where this rank reads them itself.
+StagedRows DeviceCall::publish_rows(InputRows& rows, int64_t num_rows, int64_t row_bytes, int64_t staging,
+                                    int64_t& offset) const {
     offset = staging;
     if (rows.data == nullptr || num_rows == 0) return {};
     const SymmHeap& heap = *workspace_.heap;
@@ -113,7 +130,9 @@ StagedRows DeviceCall::publish_rows(const InputRows& rows, int64_t num_rows, int
         return {};
     }
     if (is_aligned(rows)) return {rows.data, rows.stride, row_bytes, staging};
-    copy_rows(rows, num_rows, row_bytes, group().window + staging, stream_);
+    char* in_window = group().window + staging;
+    copy_rows(rows, num_rows, row_bytes, in_window, stream_);
+    rows = {in_window, row_bytes};
     return {};
 }
 
@@ -138,15 +157,17 @@ schedule::PreparedCall DeviceCall::prepare(const Preparation& preparation, const
     inputs.group = group();
     inputs.ids_offset = workspace_.layout.ids;
     inputs.limits = limits();
+    own_x_ = tensors.x;
+    own_dout_ = tensors.dout;
     if (workspace_.num_ranks() == 1) {
         char* rows = memory + preparation_bytes(preparation);
-        inputs.x = staged(tensors.x, header.num_tokens, row_bytes, rows);
-        inputs.dout = staged(tensors.dout, header.num_tokens, row_bytes, rows);
+        inputs.x = own_x_ = staged(tensors.x, header.num_tokens, row_bytes, rows);
+        inputs.dout = own_dout_ = staged(tensors.dout, header.num_tokens, row_bytes, rows);
     } else {
-        const StagedRows x = publish_rows(tensors.x, header.num_tokens, row_bytes, workspace_.layout.x,
-                                          inputs.header.x_offset);
-        const StagedRows dout = publish_rows(tensors.dout, header.num_tokens, row_bytes,
-                                             workspace_.layout.dout, inputs.header.dout_offset);
+        const StagedRows x =
+            publish_rows(own_x_, header.num_tokens, row_bytes, workspace_.layout.x, inputs.header.x_offset);
+        const StagedRows dout = publish_rows(own_dout_, header.num_tokens, row_bytes, workspace_.layout.dout,
+                                             inputs.header.dout_offset);
         launch_publish(preparation, inputs, x, dout, stream_);
     }
     return launch_prepare(preparation, inputs, memory, stream_, times);
@@ -154,6 +175,38 @@ schedule::PreparedCall DeviceCall::prepare(const Preparation& preparation, const
 
 void DeviceCall::meet_outputs() {
     if (workspace_.num_ranks() > 1) launch_peer_barrier(group(), PeerPhase::kOutputs, stream_);
+}
+
+Preparation layer_preparation(const Workspace& workspace, const CallHeader& header, bool zero_idle) {
+    Preparation result{};
+    result.most_blocks = workspace.most_blocks;
+    result.plan = PlanShape{workspace.rank(),
+                            workspace.num_ranks(),
+                            static_cast<int32_t>(header.num_experts),
+                            static_cast<int32_t>(header.top_k),
+                            header.max_tokens,
+                            kDefaultPad};
+    check_plan_shape(result.plan);
+    schedule::ScheduleSizes sizes{};
+    sizes.pass = pass_of(static_cast<CallKind>(header.kind));
+    sizes.save = static_cast<schedule::Save>(header.save);
+    sizes.hidden = header.hidden;
+    sizes.intermediate = header.intermediate;
+    sizes.shared_intermediate = header.shared_intermediate;
+    sizes.num_tokens = header.num_tokens;
+    sizes.num_local_experts = result.plan.num_local_experts();
+    // A ring longer than the worst case would never be filled.
+    sizes.ring_rows = std::min(header.ring_rows, std::max(worst_case_rows(result.plan), result.plan.pad));
+    sizes.gradients = sizes.pass == schedule::Pass::kBackward ? header.gradients : 0;
+    sizes.zero_idle = zero_idle;
+    sizes.num_sms =
+        static_cast<int32_t>(workspace.most_blocks > 0 ? workspace.most_blocks : num_multiprocessors());
+    sizes.row_bytes = header.hidden * dtype_bytes(static_cast<DType>(header.dtype));
+    const schedule::KernelConfig* config =
+        schedule::choose_config(schedule::Arch::kSm90, header.intermediate);
+    schedule::check_schedule(result.plan, sizes, *config);
+    result.shape = schedule::make_schedule_shape(sizes, *config);
+    return result;
 }
 
 }  // namespace mok::launch

@@ -42,6 +42,11 @@ class DeviceCall {
     int64_t preparation_memory(const Preparation& preparation, const CallHeader& header,
                                const CallTensors& tensors) const;
 
+    /// This rank's rows where its own kernels read them, once prepared: in place, or a copy where TMA could
+    /// not read them there.
+    const InputRows& own_x() const { return own_x_; }
+    const InputRows& own_dout() const { return own_dout_; }
+
     /// All ranks are done with everyone's windows: rows have come home. One rank: nothing.
     void meet_outputs();
 
@@ -51,13 +56,39 @@ class DeviceCall {
 
   private:
     InputRows staged(const InputRows& rows, int64_t num_rows, int64_t row_bytes, char*& memory) const;
-    StagedRows publish_rows(const InputRows& rows, int64_t num_rows, int64_t row_bytes, int64_t staging,
+    StagedRows publish_rows(InputRows& rows, int64_t num_rows, int64_t row_bytes, int64_t staging,
                             int64_t& offset) const;
 
     Workspace& workspace_;
     std::unique_lock<std::mutex> lock_;
     std::shared_ptr<void> current_;  // the device
     void* stream_;
+    InputRows own_x_{};
+    InputRows own_dout_{};
 };
+
+/// Places arrays one behind the other, 256-byte aligned; from nullptr, only to count their bytes.
+class MemoryPlacer {
+  public:
+    explicit MemoryPlacer(char* base) : base_(reinterpret_cast<uintptr_t>(base)) {}
+
+    /// [rows, columns] elements; nullptr if they are not used.
+    template <typename T = void>
+    T* take(bool is_used, int64_t rows, int64_t columns, int64_t element_bytes) {
+        if (!is_used) return nullptr;
+        const uintptr_t at = base_ + static_cast<uintptr_t>(bytes_);
+        bytes_ += round_up<int64_t>(rows * columns * element_bytes, 256);
+        return reinterpret_cast<T*>(at);
+    }
+    int64_t bytes() const { return bytes_; }
+
+  private:
+    uintptr_t base_;
+    int64_t bytes_ = 0;
+};
+
+/// What the preparation of a layer's call needs, from its header. `zero_idle` is for backward. Throws
+/// std::invalid_argument where sizes do not fit each other.
+Preparation layer_preparation(const Workspace& workspace, const CallHeader& header, bool zero_idle);
 
 }  // namespace mok::launch

@@ -13,4 +13,7 @@ struct LaunchShape {
     bool cooperative = false;   // all blocks are resident at once, or the launch fails
 };
 
+/// Multiprocessors of the current device, or of every emulated one.
+uint32_t num_multiprocessors();
+
 }  // namespace mok::launch

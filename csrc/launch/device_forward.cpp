@@ -1,0 +1,106 @@
+#if defined(MOK_WITH_SM90)
+
+#include "csrc/launch/device_forward.h"
+
+#include <algorithm>
+
+#include "csrc/launch/sm90_bf16_moe_forward.h"
+#include "csrc/launch/weighted_sum.h"
+#include "csrc/layout/check.h"
+
+namespace mok::launch {
+
+namespace {
+
+constexpr int64_t kElementBytes = 2;
+
+/// Sets the temporaries of `call`; returns their bytes.
+int64_t place(const Preparation& preparation, char* memory, MoeForward& call) {
+    const schedule::ScheduleSizes& sizes = preparation.shape.sizes;
+    const PlanShape& plan = preparation.plan;
+    const int64_t hidden = sizes.hidden, tokens = sizes.num_tokens;
+    const bool is_forward = sizes.pass == schedule::Pass::kForward;
+    const bool has_shared = is_forward && sizes.shared_intermediate > 0;
+    MemoryPlacer placer(memory);
+    call.ring_x = placer.take(true, sizes.ring_rows, hidden, kElementBytes);
+    call.ring_hidden = placer.take(is_forward, sizes.ring_rows, sizes.intermediate, kElementBytes);
+    call.shared_hidden = placer.take(has_shared, tokens, sizes.shared_intermediate, kElementBytes);
+    call.shared_rows = placer.take(has_shared, tokens, hidden, kElementBytes);
+    // Several ranks: in the window.
+    const bool comes_home = is_forward && plan.num_ranks == 1;
+    call.home_rows = placer.take(comes_home, plan.max_tokens * plan.top_k, hidden, kElementBytes);
+    return placer.bytes();
+}
+
+void check_context(const DeviceForward& forward, const Preparation& preparation) {
+    const schedule::ScheduleSizes& sizes = preparation.shape.sizes;
+    MOK_CHECK(sizes.save == schedule::Save::kNone || forward.save_rows >= sizes.ring_rows,
+              "the saved context has ", forward.save_rows, " rows, fewer than the ", sizes.ring_rows,
+              " that a first chunk may have: pass the context of a forward with the same max_tokens and "
+              "ring_rows.");
+}
+
+}  // namespace
+
+int64_t device_forward_bytes(const Preparation& preparation) {
+    MoeForward unplaced{};
+    return place(preparation, nullptr, unplaced);
+}
+
+void device_forward(Workspace& workspace, const DeviceForward& forward, void* stream) {
+    DeviceCall call(workspace, stream);
+    call.check(forward.header);
+    if (workspace.num_ranks() == 1 && forward.header.num_tokens == 0) return;
+    const Preparation preparation = layer_preparation(workspace, forward.header, false);
+    check_context(forward, preparation);
+    const int64_t prepared_bytes =
+        round_up<int64_t>(call.preparation_memory(preparation, forward.header, forward.tensors), 256);
+    char* memory = call.scratch(prepared_bytes + device_forward_bytes(preparation));
+
+    MoeForward kernel{};
+    place(preparation, memory + prepared_bytes, kernel);
+    if (workspace.num_ranks() > 1) {
+        kernel.home_rows = call.group().window + workspace.layout.rows;
+        kernel.window_stride = call.group().stride;
+    }
+    kernel.shape = preparation.shape;
+    kernel.call = call.prepare(preparation, forward.header, forward.tensors, memory);
+    kernel.routed = forward.routed;
+    kernel.shared = forward.shared;
+    kernel.x = call.own_x().data;
+    kernel.x_stride = call.own_x().stride;
+    kernel.saved_x = forward.saved_x;
+    kernel.saved_gate = forward.saved_gate;
+    kernel.saved_up = forward.saved_up;
+    kernel.save_rows = forward.save_rows;
+    kernel.saved_shared_gate = forward.saved_shared_gate;
+    kernel.saved_shared_up = forward.saved_shared_up;
+    kernel.activation = static_cast<int32_t>(forward.header.activation);
+    kernel.limit = forward.limit;
+    kernel.rank = workspace.rank();
+    kernel.limits = call.limits();
+    launch_sm90_bf16_moe_forward(kernel, stream);
+    // Also behind a recomputation: peers have read this rank's x, which may be overwritten from then on.
+    call.meet_outputs();
+    if (preparation.shape.sizes.pass != schedule::Pass::kForward) return;
+
+    WeightedSum sum{};
+    sum.dtype = DType::kBFloat16;
+    sum.tokens = forward.header.num_tokens;
+    sum.top_k = forward.header.top_k;
+    sum.hidden = forward.header.hidden;
+    sum.rows = kernel.home_rows;
+    sum.shared_rows = kernel.shared_rows;
+    sum.shared_weight = forward.shared_weight;
+    sum.ids = kernel.call.ids;
+    sum.weights = forward.topk_weights;
+    sum.out = forward.out;
+    sum.rows_stride = sum.shared_stride = preparation.shape.sizes.row_bytes;
+    sum.out_stride = forward.out_stride;
+    sum.expired = kernel.limits.expired;
+    launch_weighted_sum(sum, stream);
+}
+
+}  // namespace mok::launch
+
+#endif  // MOK_WITH_SM90
