@@ -11,6 +11,8 @@ void bind_tile_bugs(pybind11::module_& module);
 void bind_moe_forward(pybind11::module_& module);
 void bind_moe_backward(pybind11::module_& module);
 void bind_preparation(pybind11::module_& module);
+void bind_combine(pybind11::module_& module);
+void bind_peers(pybind11::module_& module);
 }  // namespace mok::emulator
 
 PYBIND11_MODULE(_emulator, module) {
@@ -23,4 +25,6 @@ PYBIND11_MODULE(_emulator, module) {
     mok::emulator::bind_moe_forward(module);
     mok::emulator::bind_moe_backward(module);
     mok::emulator::bind_preparation(module);
+    mok::emulator::bind_combine(module);
+    mok::emulator::bind_peers(module);
 }
