@@ -1,0 +1,132 @@
+"""The layer over several ranks, processes on as many GPUs as there are: the bits of one rank."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import mok
+from tests._harness import Died, run_ranks, run_ranks_fresh
+from tests._numerics import SHARED, assert_bitwise_equal, assert_close, make_case
+from tests.gpu._moe import forward, on_gpu, ours
+
+pytestmark = pytest.mark.usefixtures("needs_sm90")
+
+FULL = {"bias": True, "shared": 72, "shared_gate": True}
+SPLITS = [(2, (0, 300, 500)), (2, (0, 0, 500)), (2, (0, 500, 500)), (3, (0, 17, 201, 500))]
+
+
+def part_of(case, rank, group, starts):
+    num_local = len(case.tensors["w_gate"]) // group.size()
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    part = case.tokens(starts[rank], starts[rank + 1])
+    return on_gpu(part.experts(rank * num_local, (rank + 1) * num_local))
+
+
+def to_cpu(results):
+    return {name: tensor.cpu() for name, tensor in results.items()}
+
+
+def forward_on_rank(rank, group, case, starts, **options):
+    part = part_of(case, rank, group, starts)
+    options |= {
+        "group": group,
+        "max_tokens": max(starts[i + 1] - starts[i] for i in range(len(starts) - 1)),
+    }
+    outs = [forward(part, **options).cpu() for _ in range(3)]
+    for out in outs[1:]:
+        assert_bitwise_equal({"out": out}, {"out": outs[0]})
+    return outs[0]
+
+
+def gradients_on_rank(rank, group, case, starts, **options):
+    part = part_of(case, rank, group, starts)
+    options |= {
+        "group": group,
+        "max_tokens": max(starts[i + 1] - starts[i] for i in range(len(starts) - 1)),
+    }
+    first = to_cpu(ours(part, **options))
+    assert_bitwise_equal(to_cpu(ours(part, **options)), first)
+    return first
+
+
+@pytest.mark.parametrize(("num_ranks", "starts"), SPLITS)
+def test_forward_has_the_bits_of_one_rank(num_ranks, starts):
+    case = make_case(500, 4, 12, 256, 192, **FULL)
+    outs = run_ranks(num_ranks, forward_on_rank, case, starts)
+    assert_bitwise_equal({"out": torch.cat(outs)}, {"out": forward(on_gpu(case)).cpu()})
+
+
+@pytest.mark.parametrize("ring_rows", [128, 384])
+def test_forward_in_chunks(ring_rows):
+    case = make_case(600, 4, 4, 128, 64)
+    outs = run_ranks(2, forward_on_rank, case, (0, 100, 600), ring_rows=ring_rows)
+    assert_bitwise_equal({"out": torch.cat(outs)}, {"out": forward(on_gpu(case)).cpu()})
+
+
+@pytest.mark.parametrize(("num_ranks", "starts"), SPLITS)
+@pytest.mark.parametrize("save", ["gate_up", "none"])
+def test_gradients_have_the_bits_of_one_rank(num_ranks, starts, save):
+    case = make_case(500, 4, 12, 256, 192, **FULL)
+    results = run_ranks(num_ranks, gradients_on_rank, case, starts, save=save)
+    alone = to_cpu(ours(on_gpu(case)))
+    shared = ["d" + name for name in SHARED]
+    together = {n: torch.cat([r[n] for r in results]) for n in results[0] if n not in shared}
+    assert_bitwise_equal(together, {n: t for n, t in alone.items() if n not in shared})
+    sums = {n: sum(r[n].float() for r in results) for n in shared}
+    assert_close(sums, {n: alone[n] for n in shared}, 8e-3)
+
+
+def lose_the_last_rank(rank, group, case, starts):
+    part = part_of(case, rank, group, starts)
+    options = {"group": group, "max_tokens": 500}
+    forward(part, **options)
+    torch.cuda.synchronize()
+    if rank == group.size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.perf_counter()
+    errors = []
+    for _ in range(3):
+        try:
+            forward(part, **options)
+            torch.cuda.synchronize()
+        except Exception as error:
+            errors.append((type(error).__name__, str(error)))
+    return errors, time.perf_counter() - begin
+
+
+def test_a_killed_peer_is_named(monkeypatch):
+    monkeypatch.setenv("MOK_TIMEOUT_S", "3")
+    case = make_case(500, 4, 12, 256, 192)
+    survivor, lost = run_ranks_fresh(2, lose_the_last_rank, case, (0, 300, 500), timeout=60)
+    assert lost == Died(1, signal.SIGKILL, None)
+    errors, seconds = survivor
+    assert seconds < 15
+    assert errors[-1][0] == "PeerTimeoutError", errors
+    assert "rank 1" in errors[-1][1]
+
+
+def refuse_on_the_last_rank(rank, group, case, starts):
+    part = part_of(case, rank, group, starts)
+    options = {"group": group, "max_tokens": 500}
+    forward(part, **options)
+    try:
+        if rank == group.size() - 1:
+            forward(part, **options, save="everything")
+        else:
+            forward(part, **options)
+            torch.cuda.synchronize()
+            forward(part, **options)
+    except (ValueError, mok.PeerAbortedError) as error:
+        torch.cuda.synchronize()  # nothing has trapped
+        return type(error).__name__, str(error)
+    return None
+
+
+def test_a_refused_argument_reaches_the_peers():
+    case = make_case(500, 4, 12, 256, 192)
+    survivor, refuser = run_ranks_fresh(2, refuse_on_the_last_rank, case, (0, 300, 500), timeout=60)
+    assert refuser[0] == "ValueError" and "save" in refuser[1]
+    assert survivor[0] == "PeerAbortedError" and "save" in survivor[1]
