@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "csrc/bindings/python/device_arguments.h"
 #include "csrc/bindings/schedule_settings.h"
 #include "csrc/layout/check.h"
 #include "csrc/symm/workspace.h"
@@ -19,32 +20,6 @@ namespace mok::python {
 #if defined(MOK_WITH_SM90)
 
 namespace {
-
-/// Tensors by name: integers, and tuples of (address, strides in bytes ...).
-class Arguments {
-  public:
-    explicit Arguments(const py::dict& values) : values_(values) {}
-
-    bool has(const char* name) const { return values_.contains(name); }
-    int64_t integer(const char* name, int64_t otherwise = 0) const {
-        return has(name) ? values_[name].cast<int64_t>() : otherwise;
-    }
-    void* address(const char* name) const { return reinterpret_cast<void*>(integer(name)); }
-    launch::WeightView weights(const char* name, int64_t experts, int64_t rows, int64_t columns) const {
-        if (!has(name)) return {};
-        const auto [data, expert_stride, row_stride] =
-            values_[name].cast<std::tuple<uintptr_t, int64_t, int64_t>>();
-        return {reinterpret_cast<const void*>(data), experts, rows, columns, expert_stride, row_stride};
-    }
-    launch::BiasView bias(const char* name) const {
-        if (!has(name)) return {};
-        const auto [data, expert_stride] = values_[name].cast<std::tuple<uintptr_t, int64_t>>();
-        return {reinterpret_cast<const void*>(data), expert_stride};
-    }
-
-  private:
-    py::dict values_;
-};
 
 enum Stage : int64_t { kPrepare = 1, kKernel = 2, kMeet = 4, kSum = 8 };
 

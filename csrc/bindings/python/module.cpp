@@ -6,6 +6,7 @@ void bind_errors(pybind11::module_& module);
 void bind_heap(pybind11::module_& module);
 void bind_device_heap(pybind11::module_& module);
 void bind_device_preparation(pybind11::module_& module);
+void bind_device_backward(pybind11::module_& module);
 void bind_device_forward(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
@@ -18,6 +19,7 @@ PYBIND11_MODULE(_C, module) {
     mok::python::bind_heap(module);
     mok::python::bind_device_heap(module);
     mok::python::bind_device_preparation(module);
+    mok::python::bind_device_backward(module);
     mok::python::bind_device_forward(module);
     mok::python::bind_plan(module);
     mok::python::bind_schedule(module);
