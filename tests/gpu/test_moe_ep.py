@@ -128,5 +128,7 @@ def refuse_on_the_last_rank(rank, group, case, starts):
 def test_a_refused_argument_reaches_the_peers():
     case = make_case(500, 4, 12, 256, 192)
     survivor, refuser = run_ranks_fresh(2, refuse_on_the_last_rank, case, (0, 300, 500), timeout=60)
-    assert refuser[0] == "ValueError" and "save" in refuser[1]
-    assert survivor[0] == "PeerAbortedError" and "save" in survivor[1]
+    assert refuser[0] == "ValueError"
+    assert "save" in refuser[1]
+    assert survivor[0] == "PeerAbortedError"
+    assert "save" in survivor[1]
