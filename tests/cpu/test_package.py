@@ -98,8 +98,10 @@ def test_the_wheel_holds_what_it_needs(wheel):
     folders = {name.split("/")[0] for name in names}
     assert folders == {"mok", f"mok-{mok.__version__}.dist-info"}
     package = {name.removeprefix("mok/") for name in names if name.startswith("mok/")}
-    sources = {p.name for p in PACKAGE.glob("*.py")} | {"_build_info.py", "py.typed"}
-    assert sources <= package
+    sources = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}
+    assert sources | {"_build_info.py", "py.typed"} <= package
+    scripts = zipfile.ZipFile(wheel).read(f"mok-{mok.__version__}.dist-info/entry_points.txt")
+    assert "mok = mok.__main__:main" in scripts.decode()
     compiled = {name.split(".")[0] for name in package if name.endswith(".so")}
     assert compiled == {"libmok_core", "_C", "_ops"}
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
