@@ -291,11 +291,11 @@ def assert_bits(what: str, found: np.ndarray, wanted: np.ndarray) -> None:
     assert_equal(what, found, wanted)
 
 
-def check(emulator, expected: ExpectedBackward, options) -> None:
-    """Runs the kernels and compares every bit of every output."""
+def check(emulator, expected: ExpectedBackward, options) -> object:
+    """Runs the kernels and compares every bit of every output; returns the run's result."""
     layer = expected.layer
     ranks = [make_rank(expected, r) for r in range(layer.num_ranks)]
-    emulator.moe_backward(layer_numbers(layer), ranks, options)
+    result = emulator.moe_backward(layer_numbers(layer), ranks, options)
     for r, rank in enumerate(ranks):
         own = slice(r * layer.local_experts, (r + 1) * layer.local_experts)
         assert_bits(f"rank {r}: dx rows", rank["home_rows"], expected.home[r])
@@ -310,3 +310,4 @@ def check(emulator, expected: ExpectedBackward, options) -> None:
             if layer.wants("shared_weight"):
                 found = rank["shared_weight_grads"]
                 assert_bits(f"rank {r}: gate's gradient", found, expected.shared_dw[r])
+    return result

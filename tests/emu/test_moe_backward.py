@@ -1,11 +1,19 @@
 """The backward megakernel in the emulator: its source gives the CPU executor's bits, under seeded
 schedules, for every feature and several ranks."""
 
+import numpy as np
 import pytest
 
 from mok import _C
-from tests.emu._moe_backward import BackwardData, BackwardLayer, ExpectedBackward, check
-from tests.emu._moe_forward import ISA
+from tests.emu._moe_backward import (
+    BackwardData,
+    BackwardLayer,
+    ExpectedBackward,
+    check,
+    layer_numbers,
+    make_rank,
+)
+from tests.emu._moe_forward import ISA, UNTOUCHED
 
 pytestmark = pytest.mark.skipif(
     ISA not in _C.kernels.available(), reason=f"this processor has no {ISA}"
@@ -75,3 +83,43 @@ def test_under_every_policy(emulator, name, policy):
     expected = ExpectedBackward(BackwardData(CASES[name]))
     for seed in range(2):
         check(emulator, expected, emulator.RunOptions(seed=seed, policy=policy))
+
+
+KERNEL = "mok's backward kernel"
+PLACES = range(32, 39)  # csrc/layout/wait_place.h
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_wait_that_expires_ends_every_role_and_traps(emulator, seed):
+    layer = Case((90, 60), shared=16)
+    expected = ExpectedBackward(BackwardData(layer))
+    limits = [np.zeros(80, np.uint32) for _ in range(2)]
+    ranks = [make_rank(expected, r) | {"limits": limits[r]} for r in range(2)]
+    options = emulator.RunOptions(seed=seed, time_outs=True)
+    result = emulator.moe_backward(layer_numbers(layer) | {"lose_pulls": 1}, ranks, options)
+    assert KERNEL in result.trapped
+    for words in limits:
+        complete, place = words[64:66]
+        assert (words[0] != 0) == (complete == 1)
+        assert complete == 0 or place in PLACES
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_workspace_that_has_ended_writes_nothing(emulator, seed):
+    layer = Case((90, 60), shared=16)
+    expected = ExpectedBackward(BackwardData(layer))
+    limits = [np.array([1] + [0] * 79, np.uint32) for _ in range(2)]
+    ranks = [make_rank(expected, r) | {"limits": limits[r]} for r in range(2)]
+    result = emulator.moe_backward(layer_numbers(layer), ranks, emulator.RunOptions(seed=seed))
+    assert not result.trapped
+    for rank in ranks:
+        assert (rank["home_rows"] == UNTOUCHED).all()
+        assert (rank["shared_rows"] == UNTOUCHED).all()
+
+
+def test_a_wrong_bit_is_seen(emulator):
+    expected = ExpectedBackward(BackwardData(CASES["one token"]))
+    name = "w_down"
+    expected.gradients[name][0, 0, 0] ^= 1
+    with pytest.raises(AssertionError, match="gradient of w_down: 1 of"):
+        check(emulator, expected, emulator.RunOptions())

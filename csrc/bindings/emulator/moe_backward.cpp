@@ -48,7 +48,7 @@ class BackwardRun {
     emu::RunResult run(const emu::RunOptions& options) {
         emu::RunResult result = session_.run(options);
         for (int rank = 0; rank < num_ranks_ && result.trapped.empty(); ++rank) {
-            check_counters(rank);
+            if (!has_ended(rank)) check_counters(rank);
             move_window(rank, layout_.rows, "home_rows", false);
             move_window(rank, layout_.dweights, "home_weight_grads", false);
         }
@@ -166,6 +166,7 @@ class BackwardRun {
         const auto add = [&](const char* name, auto*& data, int64_t count) {
             data = const_cast<std::remove_reference_t<decltype(data)>>(values(rank, name, data, count));
         };
+        if (layer_.contains("lose_pulls")) table.num_pulls = 0;
         const int64_t experts = host.shape().sizes.num_local_experts;
         add("chunks", table.chunks, table.num_chunks + 1);
         add("pieces", table.pieces, table.num_pieces + 1);
@@ -195,6 +196,19 @@ class BackwardRun {
         counters_.push_back(counters);
         call.counters = static_cast<uint32_t*>(session_.add("counters", counters, kOutput, rank));
         return call;
+    }
+
+    /// uint32 [80] of a rank: the word `expired`, and a WaitRecord from byte 256 on.
+    ptx::WaitLimits limits(int rank) {
+        constexpr size_t kRecordAt = 256;
+        if (!has(rank, "limits")) return session_.limits(rank);
+        char* memory = static_cast<char*>(output(rank, "limits"));
+        return {kLimitNs, reinterpret_cast<uint32_t*>(memory),
+                reinterpret_cast<ptx::WaitRecord*>(memory + kRecordAt), rank};
+    }
+    bool has_ended(int rank) const {
+        if (!has(rank, "limits")) return false;
+        return ranks_[rank]["limits"].cast<py::array_t<uint32_t>>().at(0) != 0;
     }
 
     /// Every counter has the value that the schedule says.
@@ -297,7 +311,7 @@ class BackwardRun {
 
     void add_launch(int rank) {
         launch::MoeBackward backward{};
-        backward.limits = session_.limits(rank);
+        backward.limits = limits(rank);
         backward.shape = schedules_[rank]->shape();
         backward.call = prepared(rank, backward.limits);
         backward.routed = experts(rank, "");
@@ -350,11 +364,12 @@ void bind_moe_backward(py::module_& module) {
         "moe_backward", &moe_backward, py::arg("layer"), py::arg("ranks"), py::arg("options"),
         "The backward megakernel on all ranks. `layer` holds numbers: num_experts, top_k, max_tokens, "
         "hidden, intermediate, shared_intermediate, ring_rows, save, activation, limit, num_blocks, "
-        "gradients (mask), accumulate. A rank holds NumPy arrays, BF16 as uint16: x, dout [T, H], ids, "
+        "gradients (mask), accumulate; with lose_pulls nobody fetches rows. A rank holds NumPy arrays, BF16 "
+        "as uint16: x, dout [T, H], ids, "
         "weights [T, K], w_gate, w_up, w_down as (array, first row, row step, rows), b_*, the same "
         "with shared_, saved_*, shared_weight [T]; and results, filled where they are given: home_rows "
         "[max_tokens * K, H], home_weight_grads [max_tokens * K], shared_rows, shared_weight_grads, "
-        "dw_*, db_*, shared_dw_*.");
+        "dw_*, db_*, shared_dw_*, limits (uint32 [80]: expired, a WaitRecord from byte 256 on).");
 }
 
 }  // namespace mok::emulator
