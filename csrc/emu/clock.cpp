@@ -62,12 +62,30 @@ void Clock::set(uint32_t component, uint32_t value) {
     data_->at[component] = value;
 }
 
+// Sizes are multiples of kSizeStep; epochs are far below 2^31, so they compare as signed numbers.
+using Lane8 = int32_t __attribute__((vector_size(32), aligned(4), may_alias));
+
 bool Clock::is_covered(const Data& smaller, const Data& larger) {
     const uint32_t common = std::min(smaller.size, larger.size);
-    uint32_t above = 0;
-    for (uint32_t i = 0; i < common; ++i) above |= smaller.at[i] > larger.at[i] ? 1 : 0;
-    for (uint32_t i = common; i < smaller.size; ++i) above |= smaller.at[i];
-    return above == 0;
+    const auto *a = reinterpret_cast<const Lane8*>(smaller.at),
+               *b = reinterpret_cast<const Lane8*>(larger.at);
+    Lane8 above{};
+    uint32_t i = 0;
+    for (; i < common / 8; ++i) above |= a[i] > b[i];
+    for (; i < smaller.size / 8; ++i) above |= a[i] != 0;
+    int32_t any = 0;
+    for (int lane = 0; lane < 8; ++lane) any |= above[lane];
+    return any == 0;
+}
+
+void Clock::take_larger(const Data& other) {
+    own(other.size);
+    auto* a = reinterpret_cast<Lane8*>(data_->at);
+    const auto* b = reinterpret_cast<const Lane8*>(other.at);
+    for (uint32_t i = 0; i < other.size / 8; ++i) {
+        const Lane8 mine = a[i] > b[i];
+        a[i] = (a[i] & mine) | (b[i] & ~mine);
+    }
 }
 
 void Clock::join(const Clock& other) {
@@ -76,27 +94,26 @@ void Clock::join(const Clock& other) {
         *this = other;
         return;
     }
-    if (is_covered(*other.data_, *data_)) return;
-    if (is_covered(*data_, *other.data_)) {
-        *this = other;
-        return;
-    }
     if (data_->references == 1) {
-        own(other.data_->size);
-        for (uint32_t i = 0; i < other.data_->size; ++i)
-            data_->at[i] = std::max(data_->at[i], other.data_->at[i]);
+        if (is_covered(*other.data_, *data_)) return;
+        if (is_covered(*data_, *other.data_)) {
+            *this = other;
+        } else {
+            take_larger(*other.data_);
+        }
         return;
     }
     JoinCache::Entry& entry = JoinCache::instance().entry(*this, other);
     if (!entry.first.is_same(*this) || !entry.second.is_same(other)) {
         Clock result = *this;
-        result.own(std::max(data_->size, other.data_->size));
-        for (uint32_t i = 0; i < other.data_->size; ++i) {
-            result.data_->at[i] = std::max(result.data_->at[i], other.data_->at[i]);
+        if (is_covered(*data_, *other.data_)) {
+            result = other;
+        } else if (!is_covered(*other.data_, *data_)) {
+            result.take_larger(*other.data_);
         }
         entry = {*this, other, std::move(result)};
     }
-    *this = entry.result;
+    *this = Clock(entry.result);
 }
 
 void Clock::reset() {

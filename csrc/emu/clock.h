@@ -51,6 +51,7 @@ class Clock {
     static void destroy(Data* data);
     static bool is_covered(const Data& smaller, const Data& larger);
     void own(uint32_t size);
+    void take_larger(const Data& other);
 
     Data* data_ = nullptr;
 };

@@ -20,7 +20,7 @@ void put(Deposit& deposit, const char* instruction, const void* operands, size_t
         deposit.instruction = instruction;
     } else {
         const uint32_t first = static_cast<uint32_t>(std::countr_zero(deposit.lanes));
-        if (std::strcmp(deposit.instruction, instruction) != 0) {
+        if (deposit.instruction != instruction && std::strcmp(deposit.instruction, instruction) != 0) {
             fail(ErrorKind::kDiverged,
                  text("while lane %u of the warp is at %s: all lanes of a warp must come to "
                       "the same warp-wide instructions in the same order",

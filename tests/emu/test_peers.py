@@ -27,7 +27,8 @@ def test_steps_in_stream_order(emulator, num_ranks):
             expected = np.repeat(np.arange(1, 4)[:, None], num_ranks, axis=1)
             np.testing.assert_array_equal(outcome["seen"], expected)
             assert outcome["complete"] == 0
-        assert result.warnings == [] and result.trapped == []
+        assert result.warnings == []
+        assert result.trapped == []
 
 
 @pytest.mark.parametrize("policy", ["random", "run_until_blocked", "starved_warps", "late_rank"])

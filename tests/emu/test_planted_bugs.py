@@ -1,5 +1,5 @@
-"""The checker of the emulator: each kind of error has a planted bug, and is found with a message that says
-who did what where, and what is missing.
+"""The checker of the emulator: each kind of error has a planted bug, and is found with a message
+that says who did what where, and what is missing.
 
 Bugs of tensor copies and tensor cores are in test_tile_bugs.py.
 """
@@ -110,7 +110,7 @@ def expected_outputs(kernel: str, buffers: Buffers, rank: int) -> np.ndarray:
         out[:256] = np.tile(values, 4)
         out[512:576] = 2
     elif kernel == "lanes":
-        warp, lane = np.divmod(np.arange(256), 32)
+        warp = np.arange(256) // 32
         values = 32 * warp + 5 + 32
         values = values + np.where(warp == 3, values & 1, 0)
         out[:256] = np.where(warp == 1, values - 32, values)
@@ -128,20 +128,20 @@ def matches(report: str, alternatives: str) -> bool:
 
 
 def test_every_planted_bug_is_tested(emulator):
-    assert sorted(emulator.planted_bugs()) == sorted(
-        [*KERNELS, *BUGS, *SILENT, "kNotCooperative"]
-    )
+    assert sorted(emulator.planted_bugs()) == sorted([*KERNELS, *BUGS, *SILENT, "kNotCooperative"])
 
 
 @pytest.mark.parametrize(
-    "policy", ["by_seed", "random", "run_until_blocked", "starved_warps", "held_copies", "late_rank"]
+    "policy",
+    ["by_seed", "random", "run_until_blocked", "starved_warps", "held_copies", "late_rank"],
 )
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_right_kernels_pass(emulator, kernel, policy):
     for seed in range(3 if policy != "by_seed" else 50):
         buffers = Buffers()
         result = buffers.run(emulator, kernel, seed=seed, policy=policy)
-        assert result.warnings == [] and result.trapped == []
+        assert result.warnings == []
+        assert result.trapped == []
         for rank in range(2):
             np.testing.assert_array_equal(
                 buffers.outputs[rank], expected_outputs(kernel, buffers, rank)
@@ -176,9 +176,10 @@ def test_a_grid_that_is_not_cooperative_may_start_block_by_block(emulator):
             Buffers().run(emulator, "kNotCooperative", seed=seed)
         except emulator.EmulatorError as error:
             reports.append(str(error))
-    assert reports and len(reports) < 20
+    assert 0 < len(reports) < 20
     for report in reports:
-        assert report.startswith("deadlock") and "is not cooperative: 1 of its 2 blocks" in report
+        assert report.startswith("deadlock")
+        assert "is not cooperative: 1 of its 2 blocks" in report
 
 
 def test_a_seed_repeats_its_run(emulator):
@@ -190,7 +191,8 @@ def test_a_seed_repeats_its_run(emulator):
     assert run(3) == run(3)
     assert len({run(seed) for seed in range(8)}) > 1
     first, second = (Buffers().run(emulator, "ring", seed=5, keep_log=True) for _ in range(2))
-    assert first.log == second.log and len(first.log) > 100
+    assert first.log == second.log
+    assert len(first.log) > 100
     assert first.stats.steps == second.stats.steps
 
 
@@ -203,7 +205,8 @@ def test_time_outs_run_the_kernels_own_way_out(emulator):
         complete, place, rank, peer, block, thread = buffers.limits[1][32:38]
         expected, seen, waited_ns = buffers.limits[1][38:44].view(np.uint64)
         assert (complete, place, rank, peer, block, thread) == (1, 5, 1, 0, 0, 0)
-        assert (expected, seen) == (1, 0) and waited_ns > 1_000_000
+        assert (expected, seen) == (1, 0)
+        assert waited_ns > 1_000_000
         assert buffers.limits[1][0] == 1
 
 
