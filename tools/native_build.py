@@ -360,5 +360,6 @@ def run_ninja(config: Config, ninja_text: Callable[[Config], str], targets: Iter
             path.write_text(text)
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         command = [find_ninja(), "-C", str(config.build_dir), "-j", jobs, *map(str, targets)]
-        if subprocess.run(command).returncode != 0:
+        # ninja holds the lock as well: it may outlive a process that is killed.
+        if subprocess.run(command, pass_fds=[lock.fileno()]).returncode != 0:
             raise BuildError("compiling mok failed: the compiler's messages are above.")

@@ -64,5 +64,5 @@ def test_every_schedule_finds(emulator, operands, bug):
     kind, words = FOUND[bug]
     for seed in range(SEEDS):
         d = np.full((64, 64), 0xFFFF, np.uint16)
-        with pytest.raises(emulator.EmulatorError, match=rf"^({kind}): .*{words}"):
+        with pytest.raises(emulator.EmulatorError, match=rf"(?s)^({kind}): .*{words}"):
             emulator.run_tile(bug, *operands, d, emulator.RunOptions(seed=seed))
