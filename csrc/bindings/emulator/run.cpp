@@ -82,12 +82,14 @@ void bind_run(py::module_& module) {
         .def_readonly("wgmmas", &emu::RunStats::wgmmas)
         .def_readonly("clock_components", &emu::RunStats::clock_components)
         .def_readonly("virtual_ns", &emu::RunStats::virtual_ns);
-    py::class_<emu::RunResult>(module, "RunResult", "Of a run without an error.")
+    py::class_<emu::RunResult>(module, "RunResult", "What a run leaves besides its outputs.")
         .def_readonly("warnings", &emu::RunResult::warnings)
         .def_readonly("trapped", &emu::RunResult::trapped)
         .def_readonly("sites", &emu::RunResult::sites)
         .def_readonly("log", &emu::RunResult::log)
         .def_readonly("stats", &emu::RunResult::stats);
+    module.def("last_result", &Session::last_result, py::return_value_policy::copy,
+               "The RunResult of the last run, also where it ended in an EmulatorError: its log above all.");
     module.def("set_num_multiprocessors", &launch::set_num_multiprocessors, py::arg("count"),
                "How many multiprocessors launches find on every emulated device.");
     module.def("num_multiprocessors", &launch::num_multiprocessors);

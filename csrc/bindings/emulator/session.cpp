@@ -105,7 +105,13 @@ emu::RunResult Session::run(const emu::RunOptions& options) {
         py::array array = output.array;
         std::memcpy(array.mutable_data(), output.memory, static_cast<size_t>(array.nbytes()));
     }
+    last_result() = result;
     if (!result.ok) throw EmulatorError(result.error);
+    return result;
+}
+
+emu::RunResult& Session::last_result() {
+    static emu::RunResult result;
     return result;
 }
 

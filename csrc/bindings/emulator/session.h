@@ -50,6 +50,8 @@ class Session {
 
     /// Runs everything; throws EmulatorError where a kernel erred.
     emu::RunResult run(const emu::RunOptions& options);
+    /// Of the process's last run, also where it threw: its log, warnings and statistics.
+    static emu::RunResult& last_result();
 
   private:
     struct FreeDeleter {
