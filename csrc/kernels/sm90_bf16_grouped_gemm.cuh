@@ -84,11 +84,9 @@ MOK_DEVICE bool run_scheduler(const GroupedGemmParams& params, const Shared& sha
     ptx::Deadline deadline = deadline_at(params, Place::kScheduler);
     TaskCursor cursor;
     StagingCursor claim;
-    for (bool is_first = true;; is_first = false) {
-        if (!is_first) {
-            if (!ptx::mbar_wait(shared.claim(), claim.parity, deadline)) break;
-            claim.next();
-        }
+    for (;;) {
+        if (!ptx::mbar_wait(shared.claim(), claim.parity ^ 1, deadline)) break;  // at once for the first
+        claim.next();
         const uint64_t index = ptx::atom_relaxed_gpu_add(params.claim, uint64_t{1});
         const TileTask task = decode_tile(params, index);
         if (index + 1 == num_tiles(params) + ptx::num_blocks()) {

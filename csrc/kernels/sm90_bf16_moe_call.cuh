@@ -60,6 +60,21 @@ MOK_DEVICE ptx::Deadline deadline_at(const MoeCallParams& params, WaitPlace plac
     return ptx::Deadline(params.limits, static_cast<uint32_t>(place));
 }
 
+// ---- runs
+
+/// The last run at or behind `hint` that begins at or before `index`, `begin` being one of Run's. The whole
+/// warp looks at 32 runs at a time, because each look goes to L2: every acquire empties L1.
+template <int64_t schedule::Run::*kBegin>
+MOK_DEVICE int32_t find_run(const schedule::Table& table, int64_t index, int32_t hint, uint32_t lane) {
+    for (;;) {
+        const int32_t run = hint + 1 + static_cast<int32_t>(lane);
+        const bool is_before = run < table.num_runs && table.runs[run].*kBegin <= index;
+        const uint32_t before = ptx::popcount(ptx::ballot(is_before));
+        hint += static_cast<int32_t>(before);
+        if (before < ptx::kWarpThreads) return hint;
+    }
+}
+
 // ---- counters
 
 /// One value of a counter.

@@ -91,14 +91,18 @@ struct Puller {
         batch.index = ptx::shuffle(claimed, 0);
         const int64_t left = table().num_pulls - static_cast<int64_t>(batch.index);
         batch.count = static_cast<uint32_t>(left <= 0 ? 0 : (left < grain ? left : grain));
+        if (batch.count == 0) return batch;
+        run_hint = find_run<&schedule::Run::pull_begin>(table(), batch.index, run_hint, lane);
         if (lane < batch.count) decode(batch);
         return batch;
     }
 
     MOK_DEVICE void decode(PullBatch& batch) {
         const schedule::PullUnits& units = *params.call.units;
-        const schedule::PullElement element =
-            schedule::decode_pull(params.shape, table(), batch.index + lane, run_hint);
+        const int64_t index = static_cast<int64_t>(batch.index) + lane;
+        int32_t run = run_hint;  // of the batch's first element
+        while (run + 1 < table().num_runs && table().runs[run + 1].pull_begin <= index) ++run;
+        const schedule::PullElement element = schedule::pull_element(params.shape, table(), run, index);
         const schedule::PullUnit unit = units.units[element.unit];
         const uint32_t row_bytes = static_cast<uint32_t>(params.shape.sizes.row_bytes);
         batch.offset = static_cast<uint32_t>(element.piece) * kPullSlotBytes;

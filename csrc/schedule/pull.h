@@ -45,6 +45,17 @@ struct PullElement {
     int32_t run;
 };
 
+/// Element `index` of the list, which lies in run `run_idx`.
+MOK_HD PullElement pull_element(const ScheduleShape& shape, const Table& table, int32_t run_idx,
+                                int64_t index) {
+    const Run& run = table.runs[run_idx];
+    const uint32_t local = static_cast<uint32_t>(index - run.pull_begin);
+    const uint32_t pieces = static_cast<uint32_t>(shape.pull_pieces);
+    return PullElement{shape.pulled(run.phase_idx, table.pieces[run.piece].chunk),
+                       table.unit_begin[run.piece] + static_cast<int32_t>(local / pieces),
+                       static_cast<int32_t>(local % pieces), run_idx};
+}
+
 /// Element `index` of the list, index < table.num_pulls. `run_hint` as in decode_task.
 MOK_HD PullElement decode_pull(const ScheduleShape& shape, const Table& table, int64_t index,
                                int32_t& run_hint) {
@@ -58,11 +69,7 @@ MOK_HD PullElement decode_pull(const ScheduleShape& shape, const Table& table, i
         }
     }
     run_hint = low;
-    const Run& run = table.runs[low];
-    const int64_t local = index - run.pull_begin;
-    return PullElement{shape.pulled(run.phase_idx, table.pieces[run.piece].chunk),
-                       table.unit_begin[run.piece] + static_cast<int32_t>(local / shape.pull_pieces),
-                       static_cast<int32_t>(local % shape.pull_pieces), low};
+    return pull_element(shape, table, low, index);
 }
 
 MOK_HD Counter pull_counter(Pulled what) {

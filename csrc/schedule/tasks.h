@@ -51,11 +51,13 @@ struct Tile {
 /// Tile `index` of an m x n grid: groups of `group_m` row tiles run through all columns, rows innermost, so
 /// that tiles of one time share their operands.
 MOK_HD Tile swizzled_tile(int64_t index, int32_t num_m, int32_t num_n, int32_t group_m) {
-    const int64_t per_group = static_cast<int64_t>(group_m) * num_n;
-    const int32_t first = static_cast<int32_t>(index / per_group) * group_m;
-    const int32_t height = num_m - first < group_m ? num_m - first : group_m;
-    const int32_t rest = static_cast<int32_t>(index % per_group);
-    return Tile{first + rest % height, rest / height};
+    // Fewer than 2^32 tiles: on a device a 64-bit division is a hundred instructions.
+    const uint32_t tile = static_cast<uint32_t>(index), group = static_cast<uint32_t>(group_m);
+    const uint32_t per_group = group * static_cast<uint32_t>(num_n);
+    const uint32_t first = tile / per_group * group, rest = tile % per_group;
+    const uint32_t left = static_cast<uint32_t>(num_m) - first;
+    const uint32_t height = left < group ? left : group;
+    return Tile{static_cast<int32_t>(first + rest % height), static_cast<int32_t>(rest / height)};
 }
 
 /// Valid rows of a row block: routes of its segment, or own tokens.
@@ -108,6 +110,9 @@ MOK_HD Task empty_task(TaskKind kind) {
     return Task{kind, false, -1, 0, 0, 0, 0, 0, -1, -1, -1, false, false};
 }
 
+/// `kSpans`: the pass may have tasks over spans; forward and recompute have none, and without them the code
+/// is a fraction.
+template <bool kSpans = true>
 MOK_HD Task shared_task(const ScheduleShape& shape, int64_t index) {
     Task task = empty_task(TaskKind::kExit);
     task.shared = true;
@@ -118,7 +123,7 @@ MOK_HD Task shared_task(const ScheduleShape& shape, int64_t index) {
             continue;
         }
         const Phase phase = shape.phases[k].phase;
-        if (phase == Phase::kWgrad) {
+        if (kSpans && phase == Phase::kWgrad) {
             task.end = shape.num_shared_blocks;
             set_gradient_tile(shape, shape.shared, static_cast<int32_t>(index), task);
         } else {
@@ -148,6 +153,7 @@ MOK_HD int32_t find_run(const Table& table, int64_t index, int32_t hint) {
     return low;
 }
 
+template <bool kSpans = true>
 MOK_HD Task routed_task(const ScheduleShape& shape, const Table& table, int32_t run_idx, int64_t index) {
     const Run& run = table.runs[run_idx];
     const Piece& piece = table.pieces[run.piece];
@@ -156,7 +162,7 @@ MOK_HD Task routed_task(const ScheduleShape& shape, const Table& table, int32_t 
     Task task = empty_task(TaskKind::kExit);
     task.expert = piece.expert;
     task.chunk = piece.chunk;
-    if (phase == Phase::kWgrad) {
+    if (kSpans && phase == Phase::kWgrad) {
         const Chunk& chunk = table.chunks[piece.chunk];
         task.begin = piece.span_begin;
         task.end = piece.end;

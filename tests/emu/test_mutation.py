@@ -70,9 +70,6 @@ NOT_NOTICED = {
     ("kernels/sm90_bf16_moe_scheduler.cuh", "mbar_wait(shared.claim()"): (
         "claiming earlier is right, but at the end blocks would sit on tasks"
     ),
-    ("kernels/sm90_bf16_moe_scheduler.cuh", "sync_warp();"): (
-        "only lane 0 waits for a counter in this pass"
-    ),
     ("kernels/sm90_bf16_moe_store.cuh", "bulk_wait<0>();"): (
         "at the kernel's end the machine completes all copies"
     ),
