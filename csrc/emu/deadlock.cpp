@@ -36,6 +36,16 @@ std::string describe_mbarrier(const Block& block, const Wait& wait) {
         barrier.phase, barrier.pending, barrier.count, static_cast<long long>(barrier.bytes), barrier.loads);
 }
 
+/// Threads at a barrier of the block, also of warps that are not complete there.
+uint32_t num_waiting(const Block& block, uint32_t id) {
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < block.num_threads; ++i) {
+        const Wait& wait = block.threads[i].wait;
+        count += !block.threads[i].exited && wait.kind == WaitKind::kNamed && wait.number == id ? 1 : 0;
+    }
+    return count;
+}
+
 std::string describe_wait(const Thread& thread) {
     const Block& block = thread.block();
     const Wait& wait = thread.wait;
@@ -48,9 +58,12 @@ std::string describe_wait(const Thread& thread) {
         }
         case WaitKind::kNamed: {
             const NamedBarrier& barrier = block.named[wait.number];
-            const std::string name =
-                wait.number == 0 ? "all threads of the block" : text("named barrier %u", wait.number);
-            return text("%s: %u of %u threads are here", name.c_str(), barrier.arrived, barrier.expected);
+            if (wait.number == 0) {
+                return text("all threads of the block: %u of %u are here", num_waiting(block, wait.number),
+                            block.num_threads - block.num_exited);
+            }
+            return text("named barrier %u: %u of %u threads are here", wait.number, barrier.arrived,
+                        barrier.expected);
         }
         case WaitKind::kCluster:
             return text("the cluster: %u threads have arrived", block.cluster->barrier.arrived);
