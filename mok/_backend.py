@@ -12,7 +12,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from mok import _group, workspace
+from mok import _group, _kernels, workspace
 from mok.errors import PeersNotLocalError
 
 
@@ -40,7 +40,14 @@ def forget_destroyed(group_name: str) -> None:
         del _groups_not_local[group_name], _not_local[group_name]
 
 
-def choose(requested: str, device_type: str, group_name: str | None) -> Choice:
+def choose(
+    requested: str,
+    device_type: str,
+    group_name: str | None,
+    *,
+    dtype: torch.dtype | None = None,
+    needs_gradients: bool = True,
+) -> Choice:
     """The rule. It depends on what is equal on all ranks only, so that all choose alike.
 
     Raises:
@@ -49,12 +56,11 @@ def choose(requested: str, device_type: str, group_name: str | None) -> Choice:
     if requested == "collective":
         return Choice("collective", 'asked for by backend="collective"')
     device_type = "cpu" if device_type == "meta" else device_type
-    if requested == "megakernel" or (requested == "cpu" and device_type != "cpu"):
-        raise NotImplementedError(
-            f"backend {requested!r} is not in this build of mok for {device_type!r} tensors: use "
-            '"auto", which takes what there is, or "collective".'
-        )
+    if requested == "cpu" and device_type != "cpu":
+        raise _unavailable(requested, device_type, "it runs on CPU tensors")
     if device_type == "cpu":
+        if requested == "megakernel":
+            raise _unavailable(requested, device_type, "it runs on CUDA tensors")
         if requested == "cpu":
             return Choice("cpu", 'asked for by backend="cpu"')
         if group_name in _not_local:
@@ -62,20 +68,45 @@ def choose(requested: str, device_type: str, group_name: str | None) -> Choice:
         if group_name is None:
             return Choice("cpu", "CPU tensors of one rank")
         return Choice("cpu", "CPU tensors, and ranks that can map each other's memory")
-    return Choice(
-        "collective", f"this build of mok has no kernels of the layer for {device_type!r} tensors"
+    reason = f"this build of mok has no kernels of the layer for {device_type!r} tensors"
+    if device_type == "cuda":
+        reason = _kernels.why_not(dtype, needs_gradients)
+    if requested == "megakernel":
+        if reason is not None:
+            raise _unavailable(requested, device_type, reason)
+        return Choice("megakernel", 'asked for by backend="megakernel"')
+    if reason is None and group_name in _not_local:
+        reason = _not_local[group_name]
+    if reason is not None:
+        return Choice("collective", reason)
+    if group_name is None:
+        return Choice("megakernel", "CUDA tensors of one rank")
+    return Choice("megakernel", "CUDA tensors, and ranks that can map each other's memory")
+
+
+def _unavailable(backend: str, device_type: str, reason: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"backend {backend!r} cannot run here for {device_type!r} tensors ({reason}): use "
+        '"auto", which takes what there is, or "collective".'
     )
 
 
 @_group.run_at_trace_time
 def runs_collectively(
-    requested: str, device_type: str, group_name: str | None, workspace_name: str | None
+    requested: str,
+    device_type: str,
+    group_name: str | None,
+    workspace_name: str | None,
+    dtype: torch.dtype | None,
+    needs_gradients: bool,
 ) -> bool:
     """Whether the call goes to the collective backend; creates the workspace to find out whether
     the ranks are local, together with all of them, and warns once where they are not."""
-    if choose(requested, device_type, group_name).backend == "collective":
+    options = {"dtype": dtype, "needs_gradients": needs_gradients}
+    choice = choose(requested, device_type, group_name, **options)
+    if choice.backend == "collective":
         if device_type != "cpu" and requested == "auto":
-            _warn_once(device_type, choose(requested, device_type, group_name).reason)
+            _warn_once(device_type, choice.reason)
         return True
     if requested == "auto" and group_name is not None and workspace_name is not None:
         try:
@@ -112,7 +143,7 @@ def explain(
     """Which backend a layer's calls take (or calls with these arguments), and why.
 
     Asks no peer: whether the ranks of a group can map each other's memory is known after the first
-    call only, and assumed before.
+    call only, and assumed before. A call is taken to need gradients.
 
         print(mok.explain(layer))    # cpu: CPU tensors of one rank
 

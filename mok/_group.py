@@ -93,6 +93,7 @@ def abort_call(
     hidden_size: int,
     top_k: int,
     dtype: torch.dtype | None,
+    device: torch.device,
     tag: str,
     reason: str,
 ) -> None:
@@ -108,6 +109,7 @@ def abort_call(
             hidden_size=hidden_size,
             top_k=top_k,
             dtype=each,
+            device=device if device.type in ("cpu", "cuda") else None,
             tag=tag,
         )
         for each in (torch.bfloat16, torch.float32)

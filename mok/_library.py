@@ -6,7 +6,7 @@ ones (csrc/bindings/torch).
 
 import torch
 
-from mok import _native, errors, workspace
+from mok import _kernels, _native, errors, workspace
 from mok.shapes import (
     GRADIENT_ORDER,
     SETTING_NAMES,
@@ -67,17 +67,22 @@ def run(settings: LayerSettings, prepare, call):
     return prepared
 
 
-def _check_device(tensors: LayerTensors) -> None:
-    if tensors.x.device.type != "cpu":
+def _check_device(tensors: LayerTensors, settings: LayerSettings) -> None:
+    device = tensors.x.device
+    if device.type == "cpu":
+        return
+    reason = f"this build of mok has no kernels for {device.type!r} tensors"
+    if device.type == "cuda":
+        reason = _kernels.why_not(tensors.x.dtype, settings.gradients != 0)
+    if reason is not None:
         raise NotImplementedError(
-            f"x is on {tensors.x.device}: this build of mok runs on CPU tensors only; its CUDA "
-            "kernels come with a later version."
+            f'x is on {device}: {reason}; use CPU tensors or backend="collective".'
         )
 
 
 def prepare(tensors: LayerTensors, settings: LayerSettings, make):
     def check_and_make():
-        _check_device(tensors)
+        _check_device(tensors, settings)
         check_layer(tensors, settings)
         check_tokens(tensors, settings)
         return make(tensors, settings)
@@ -90,7 +95,12 @@ def _forward(*args):
     return run(
         settings,
         prepare(tensors, settings, empty_forward),
-        lambda results: torch.ops.mok.moe_forward_out(*args, results[0], list(results[1:])),
+        lambda results: torch.ops.mok.moe_forward_out(
+            *_kernels.as_kernels_take_them(tensors),
+            *settings.in_order(),
+            results[0],
+            list(results[1:]),
+        ),
     )
 
 
@@ -99,7 +109,9 @@ def _recompute(*args):
     return run(
         settings,
         prepare(tensors, settings, empty_recompute),
-        lambda results: torch.ops.mok.moe_recompute_out(*args, results),
+        lambda results: torch.ops.mok.moe_recompute_out(
+            *_kernels.as_kernels_take_them(tensors), *settings.in_order(), results
+        ),
     )
 
 

@@ -355,15 +355,15 @@ class MoELayer(nn.Module):
         if max_tokens is None:
             _group.agree_max_tokens(self._key, self._group_name, 0, reason)
             return
+        device = self.experts.w_gate.device
         if self.backend == "collective":
-            device = self.experts.w_gate.device
             _collective.tell_peers(_group.resolve_group(self._group_name), device, reason)
             return
         dtype = compute_dtype(x) if isinstance(x, Tensor) else None
         if dtype not in COMPUTE_DTYPES:
             dtype = None
         sizes = (max_tokens, self.hidden_size, self.top_k)
-        _group.abort_call(self._group_name, *sizes, dtype, tag, reason)
+        _group.abort_call(self._group_name, *sizes, dtype, device, tag, reason)
 
     def extra_repr(self) -> str:
         parts = [

@@ -109,7 +109,14 @@ def moe(
     is_collective = False
     try:
         check_settings(max_tokens, save, ring_rows, shared, backend)
-        is_collective = _backend.choose(backend, device_type, group_name).backend == "collective"
+        differentiable = (x_TH, topk_weights_TK, w_gate, w_up, w_down, *biases, *(shared or ()))
+        needs_gradients = torch.is_grad_enabled() and any(
+            isinstance(tensor, Tensor) and tensor.requires_grad
+            for tensor in (*differentiable, shared_weight_T)
+        )
+        choice = {"dtype": x_TH.dtype, "needs_gradients": needs_gradients}
+        chosen = _backend.choose(backend, device_type, group_name, **choice)
+        is_collective = chosen.backend == "collective"
         check_sizes(x_TH, topk_ids_TK, w_gate)
         check_weights("topk_weights", topk_weights_TK)
         check_weights("shared_weight_T", shared_weight_T)
@@ -125,11 +132,15 @@ def moe(
     elif max_tokens is None:
         max_tokens = _agreed_max_tokens(group, x_TH, hidden, top_k)
     name = ""
+    device = None if device_type == "meta" else x_TH.device
     if not is_collective and group is None:
-        name = _local_workspace(workspace_tag)
+        name = _local_workspace(device, workspace_tag)
     elif not is_collective:
-        name = _declare(layer_key, group_name, max_tokens, hidden, top_k, x_TH.dtype, workspace_tag)
-    is_collective = _backend.runs_collectively(backend, device_type, group_name, name)
+        sizes = (max_tokens, hidden, top_k, x_TH.dtype, device)
+        name = _declare(layer_key, group_name, *sizes, workspace_tag)
+    is_collective = _backend.runs_collectively(
+        backend, device_type, group_name, name, x_TH.dtype, needs_gradients
+    )
     if ring_rows is None:
         ring_rows = default_ring_rows(num_ranks, num_experts, top_k, max_tokens)
     else:
@@ -164,12 +175,12 @@ def moe(
         save if wanted else "none",
         gradient_bits(wanted),
     )
-    parameters = _main_grad.participants(tensors, wanted)
+    participants = _main_grad.participants(tensors, wanted)
     if is_collective:
-        return _run_collectively(tensors, settings, group, parameters)
-    if parameters and not torch.compiler.is_compiling():
-        return _main_grad.forward(tensors, settings, parameters)
-    _main_grad.use_ordinary_gradients(parameters)
+        return _run_collectively(tensors, settings, group, participants)
+    if participants and not torch.compiler.is_compiling():
+        return _main_grad.forward(tensors, settings, participants)
+    _main_grad.use_ordinary_gradients(participants)
     return torch.ops.mok.moe_forward(*tensors.in_order(), *settings.in_order())[0]
 
 
@@ -178,10 +189,11 @@ _run_collectively = _group.run_eagerly(_collective.forward)
 
 
 @_group.run_at_trace_time
-def _local_workspace(tag: str = "") -> str:
-    """One rank needs scratch only: one workspace serves calls of all sizes."""
+def _local_workspace(device: torch.device | None = None, tag: str = "") -> str:
+    """One rank needs scratch only: one workspace of a device serves calls of all sizes."""
+    dtype = torch.float32 if device is None or device.type == "cpu" else torch.bfloat16
     return workspace.declare(
-        None, max_tokens=0, hidden_size=1, top_k=1, dtype=torch.float32, tag=tag
+        None, max_tokens=0, hidden_size=1, top_k=1, dtype=dtype, device=device, tag=tag
     )
 
 
@@ -196,15 +208,15 @@ def _declare(
     hidden: int,
     top_k: int,
     dtype: torch.dtype,
+    device: torch.device | None,
     tag: str,
 ) -> str:
-    key = (layer_key, group_name, max_tokens, hidden, top_k, dtype, tag)
+    key = (layer_key, group_name, max_tokens, hidden, top_k, dtype, device, tag)
     name = _names_of_layers.get(key)
     if name is None:
         group = _group.resolve_group(group_name)
-        name = workspace.declare(
-            group, max_tokens=max_tokens, hidden_size=hidden, top_k=top_k, dtype=dtype, tag=tag
-        )
+        sizes = {"max_tokens": max_tokens, "hidden_size": hidden, "top_k": top_k}
+        name = workspace.declare(group, **sizes, dtype=dtype, device=device, tag=tag)
         if layer_key is not None:
             _names_of_layers[key] = name
     return name
@@ -244,4 +256,4 @@ def _tell_peers(
         _collective.tell_peers(group, x_TH.device, reason)
         return
     dtype = x_TH.dtype if x_TH.dtype in COMPUTE_DTYPES else None
-    _group.abort_call(group.group_name, max_tokens, hidden, top_k, dtype, tag, reason)
+    _group.abort_call(group.group_name, max_tokens, hidden, top_k, dtype, x_TH.device, tag, reason)

@@ -28,6 +28,13 @@ Kernel pick(int32_t activation, bool timeline) {
 
 }  // namespace
 
+void load_sm90_bf16_moe_forward() {
+    for (const ActivationForm form :
+         {ActivationForm::kSwiglu, ActivationForm::kSwigluLimit, ActivationForm::kGptOss}) {
+        load_kernel("loading mok's forward kernel", pick(static_cast<int32_t>(form), false));
+    }
+}
+
 void launch_sm90_bf16_moe_forward(const MoeForward& forward, void* stream) {
     const MoeForwardParams params = moe_forward_params(forward);
     // One block per multiprocessor of the schedule; they need not all be resident.

@@ -75,7 +75,7 @@ WRONG = [
     ({"max_tokens": 2**31}, ValueError, "max_tokens = 2147483648 with top_k = 2"),
     ({"ring_rows": 0}, ValueError, "ring_rows is 0"),
     ({"ring_rows": 1.5}, ValueError, "ring_rows is 1.5"),
-    ({"backend": "megakernel"}, NotImplementedError, "backend 'megakernel' is not in this"),
+    ({"backend": "megakernel"}, NotImplementedError, "backend 'megakernel' cannot run here"),
     ({"backend": "gpu"}, ValueError, "backend is 'gpu': it must be one of"),
     ({"group": "world"}, TypeError, "group is 'world'"),
 ]

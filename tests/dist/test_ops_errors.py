@@ -92,7 +92,7 @@ WRONG = {
     "absent backend": (
         with_option("backend", "megakernel"),
         "NotImplementedError",
-        "backend 'megakernel' is not in this build",
+        "backend 'megakernel' cannot run here",
     ),
     "x on meta": (replaced("x_TH", lambda x: x.to("meta")), "ValueError", "and x on meta"),
     "ids in FP32": (wrong_ids, "TypeError", "topk_ids is torch.float32"),

@@ -20,10 +20,11 @@ std::string sizes_of(std::initializer_list<int64_t> sizes) {
     return text + "]";
 }
 
+std::string device_of(const Tensor& tensor) {
+    return tensor.is_cpu() ? "the CPU" : concat("cuda:", tensor.get_device_index());
+}
+
 void check_sizes(const Tensor& tensor, const char* name, std::initializer_list<int64_t> sizes) {
-    MOK_CHECK(tensor.is_cpu(), name,
-              " lies on another device: mok's kernels for CUDA tensors are not in this build; ",
-              "pass CPU tensors.");
     bool equal = tensor.dim() == static_cast<int64_t>(sizes.size());
     int64_t dim = 0;
     for (const int64_t size : sizes) equal = equal && tensor.size(dim++) == size;
@@ -81,11 +82,39 @@ cpu::SavePolicy save_policy(const std::string& save) {
     return cpu::SavePolicy::kAll;
 }
 
+void check_input_devices(const OpArguments& args) {
+    check_device(args.topk_ids, "topk_ids", args.x);
+    check_device(args.topk_weights, "topk_weights", args.x);
+    check_device(args.w_gate, "w_gate", args.x);
+    check_device(args.w_up, "w_up", args.x);
+    check_device(args.w_down, "w_down", args.x);
+    const auto check = [&](const std::optional<Tensor>& tensor, const char* name) {
+        if (tensor) check_device(*tensor, name, args.x);
+    };
+    check(args.b_gate, "b_gate");
+    check(args.b_up, "b_up");
+    check(args.b_down, "b_down");
+    check(args.shared_gate, "shared gate");
+    check(args.shared_up, "shared up");
+    check(args.shared_down, "shared down");
+    check(args.shared_weight, "shared_weight_T");
+}
+
 void check_width(const char* name, int64_t value) {
     MOK_CHECK(value >= 8 && value % 8 == 0, name, " = ", value, ": must be a positive multiple of 8.");
 }
 
 }  // namespace
+
+void check_device(const Tensor& tensor, const char* name, const Tensor& x) {
+    MOK_CHECK(tensor.is_cpu() == x.is_cpu() && tensor.get_device_index() == x.get_device_index(), name,
+              " is on ", device_of(tensor), " but x is on ", device_of(x),
+              ": move all tensors of the call to one device.");
+}
+
+void check_devices(const std::vector<Tensor>& tensors, const char* name, const Tensor& x) {
+    for (const Tensor& tensor : tensors) check_device(tensor, name, x);
+}
 
 DType compute_dtype(const Tensor& tensor, const char* name) {
     const ScalarType type = tensor.scalar_type();
@@ -105,6 +134,7 @@ cpu::LayerInputs layer_inputs(const OpArguments& args) {
     MOK_CHECK(args.x.dim() == 2, "x must be [T, H], got ", sizes_of(args.x), ".");
     MOK_CHECK(args.topk_ids.dim() == 2, "topk_ids must be [T, K], got ", sizes_of(args.topk_ids), ".");
     MOK_CHECK(args.w_gate.dim() == 3, "w_gate must be [E/R, I, H], got ", sizes_of(args.w_gate), ".");
+    check_input_devices(args);
     cpu::LayerInputs inputs;
     cpu::LayerShape& shape = inputs.shape;
     const int64_t local_experts = args.w_gate.size(0);

@@ -49,6 +49,10 @@ cpu::LayerInputs layer_inputs(const OpArguments& arguments);
 /// saved: x_rows, gate, up, shared_gate, shared_up as forward returns them (empty where nothing is kept).
 cpu::SavedContext saved_context(const std::vector<Tensor>& saved, const cpu::LayerShape& shape);
 
+/// Throws where a tensor is not on x's device; layer_inputs has looked at the inputs.
+void check_device(const Tensor& tensor, const char* name, const Tensor& x);
+void check_devices(const std::vector<Tensor>& tensors, const char* name, const Tensor& x);
+
 /// A contiguous gradient or output of exactly these sizes; nullptr for a tensor without elements.
 void* checked_output(const Tensor& tensor, const char* name, std::initializer_list<int64_t> sizes,
                      DType dtype);

@@ -1,6 +1,7 @@
 // torch.ops.mok.*_out: the executor behind LibTorch's stable ABI. They write into tensors they are given; the
 // functional ops with fakes and autograd are made of them in mok/ops.py.
 #include "csrc/bindings/torch/arguments.h"
+#include "csrc/bindings/torch/op_errors.h"
 #include "csrc/cpu/call.h"
 #include "csrc/layout/check.h"
 #include "csrc/symm/registry.h"
@@ -19,26 +20,18 @@ enum GradientIndex {
     kNumGradients = 12
 };
 
-/// Runs an op. Newer torch turns every exception of a stable-ABI kernel into RuntimeError, so the class goes
-/// into the text, from where mok.errors.translate restores it.
-template <typename Body>
-void run_op(const Body& body) {
-    try {
-        body();
-    } catch (const std::invalid_argument& error) {
-        throw std::runtime_error(concat("mok.ValueError: ", error.what()));
-    }
+/// The workspace, which must be in host memory.
+std::shared_ptr<Workspace> host_workspace(const std::string& name) {
+    std::shared_ptr<Workspace> workspace = find_workspace(name);
+    MOK_CHECK(!workspace->is_device(), "workspace '", name,
+              "' is on a GPU but x is on the CPU: use a workspace that was declared for the CPU.");
+    return workspace;
 }
 
-/// What `make` returns; a failure in it, before the call has begun, still reaches the peers.
+/// What `make` returns, once all arguments are checked.
 template <typename Make>
-auto telling_peers(Workspace& workspace, const Make& make) {
-    try {
-        return make();
-    } catch (const std::exception& error) {
-        abort_workspace(workspace, error.what());
-        throw;
-    }
+auto checked(Workspace& workspace, const Make& make) {
+    return telling_peers([&](const char* reason) { abort_workspace(workspace, reason); }, make);
 }
 
 void moe_forward_out(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights,
@@ -51,18 +44,20 @@ void moe_forward_out(const Tensor& x, const Tensor& topk_ids, const Tensor& topk
                      std::optional<double> swiglu_limit, std::string save, int64_t gradients,
                      const Tensor& out, std::vector<Tensor> saved) {
     run_op([&] {
-        const std::shared_ptr<Workspace> owner = find_workspace(workspace);
+        const std::shared_ptr<Workspace> owner = host_workspace(workspace);
         struct Call {
             cpu::LayerInputs inputs;
             cpu::SavedContext context;
             void* out;
         };
-        const Call call = telling_peers(*owner, [&] {
+        const Call call = checked(*owner, [&] {
             const cpu::LayerInputs inputs =
                 layer_inputs({x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down,
                               shared_gate, shared_up, shared_down, shared_weight, num_experts, max_tokens,
                               ring_rows, activation, swiglu_limit, save});
             const cpu::LayerShape& shape = inputs.shape;
+            check_device(out, "out", x);
+            check_devices(saved, "saved", x);
             return Call{inputs, saved_context(saved, shape),
                         checked_output(out, "out", {shape.num_tokens, shape.hidden}, shape.compute)};
         });
@@ -80,16 +75,17 @@ void moe_recompute_out(const Tensor& x, const Tensor& topk_ids, const Tensor& to
                        std::optional<double> swiglu_limit, std::string save, int64_t gradients,
                        std::vector<Tensor> saved) {
     run_op([&] {
-        const std::shared_ptr<Workspace> owner = find_workspace(workspace);
+        const std::shared_ptr<Workspace> owner = host_workspace(workspace);
         struct Call {
             cpu::LayerInputs inputs;
             cpu::SavedContext context;
         };
-        const Call call = telling_peers(*owner, [&] {
+        const Call call = checked(*owner, [&] {
             const cpu::LayerInputs inputs =
                 layer_inputs({x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down,
                               shared_gate, shared_up, shared_down, shared_weight, num_experts, max_tokens,
                               ring_rows, activation, swiglu_limit, save});
+            check_devices(saved, "saved", x);
             return Call{inputs, saved_context(saved, inputs.shape)};
         });
         cpu::run_recompute(*owner, torch_threads(), call.inputs, gradients, call.context);
@@ -178,19 +174,22 @@ void moe_backward_out(const Tensor& dout, const Tensor& x, const Tensor& topk_id
                       std::string activation, std::optional<double> swiglu_limit, std::string save,
                       int64_t gradients, bool accumulate, std::vector<Tensor> gradients_out) {
     run_op([&] {
-        const std::shared_ptr<Workspace> owner = find_workspace(workspace);
+        const std::shared_ptr<Workspace> owner = host_workspace(workspace);
         struct Call {
             cpu::LayerInputs inputs;
             cpu::SavedContext context;
             int64_t dout_stride;
             cpu::BackwardOutputs outputs;
         };
-        const Call call = telling_peers(*owner, [&] {
+        const Call call = checked(*owner, [&] {
             const cpu::LayerInputs inputs =
                 layer_inputs({x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down,
                               shared_gate, shared_up, shared_down, shared_weight, num_experts, max_tokens,
                               ring_rows, activation, swiglu_limit, save});
             const cpu::LayerShape& shape = inputs.shape;
+            check_device(dout, "grad_output", x);
+            check_devices(saved, "saved", x);
+            check_devices(gradients_out, "gradients_out", x);
             Call result{inputs, saved_context(saved, shape),
                         checked_rows(dout, "grad_output", shape.num_tokens, shape.hidden, shape.compute),
                         backward_outputs(inputs, w_gate.size(0), gradients, gradients_out)};
