@@ -73,13 +73,16 @@ MOK_DEVICE void hand_over_chunk(const Shared& shared, StageCursor& stages, Stagi
     stages.next();
 }
 
-/// The store warp: a part of a chunk has been left. The part may go on to the next one.
+/// The store warp: waits for a part of a chunk, calls body(), then lets the part go on to its next one.
+template <typename Body>
 MOK_DEVICE bool take_chunk(const Shared& shared, StagingCursor& cursor, uint32_t part, uint32_t lane,
-                           ptx::Deadline& deadline) {
-    const bool in_time = wait_staged(shared, cursor, part, deadline);
+                           ptx::Deadline& deadline, const Body& body) {
+    if (!wait_staged(shared, cursor, part, deadline)) return false;
+    body();
+    ptx::sync_warp();
     if (lane == 0) ptx::mbar_arrive(shared.staging_empty(part));
     cursor.next();
-    return in_time;
+    return true;
 }
 
 /// The store warp, after each lane has issued its stores from a chunk: gives the stage back for the warps of
@@ -113,12 +116,26 @@ MOK_DEVICE uint32_t word_at(uint32_t first, uint32_t j, uint32_t h) {
     return (first ^ (16 * j)) + 8 * h * kLineBytes;
 }
 
+inline constexpr uint32_t kChunkAccumulators = kAccumulators / kChunks;
+
+/// The next chunk's accumulators take the first places: a loop over chunks has one copy of its body. Four
+/// copies of a long one would be more than the instruction caches hold.
+MOK_DEVICE void rotate_chunks(float (&accumulators)[kAccumulators]) {
+    float first[kChunkAccumulators];
+#pragma unroll
+    for (uint32_t i = 0; i < kChunkAccumulators; ++i) first[i] = accumulators[i];
+#pragma unroll
+    for (uint32_t i = 0; i < kAccumulators; ++i) {
+        const uint32_t from = i + kChunkAccumulators;
+        accumulators[i] = from < kAccumulators ? accumulators[from] : first[from - kAccumulators];
+    }
+}
+
 struct FloatPair {
     float low, high;
 };
 
-/// Accumulators of a chunk from FP32 boxes.
-template <uint32_t kChunk>
+/// The first chunk's accumulators from FP32 boxes.
 MOK_DEVICE void read_chunk(uint32_t boxes, uint32_t part_warp, uint32_t lane,
                            float (&accumulators)[kAccumulators]) {
     const uint32_t first = first_float(boxes, part_warp, lane);
@@ -126,7 +143,7 @@ MOK_DEVICE void read_chunk(uint32_t boxes, uint32_t part_warp, uint32_t lane,
     for (uint32_t j = 0; j < 8; ++j) {
 #pragma unroll
         for (uint32_t h = 0; h < 2; ++h) {
-            const uint32_t i = 4 * (8 * kChunk + j) + 2 * h;
+            const uint32_t i = 4 * j + 2 * h;
             const auto pair = ptx::load_shared<FloatPair>(float_at(first, j, h));
             accumulators[i] = pair.low;
             accumulators[i + 1] = pair.high;
@@ -134,8 +151,8 @@ MOK_DEVICE void read_chunk(uint32_t boxes, uint32_t part_warp, uint32_t lane,
     }
 }
 
-/// Accumulators of a chunk into FP32 boxes, or added to what lies there.
-template <uint32_t kChunk, bool kAdds>
+/// The first chunk's accumulators into FP32 boxes, or added to what lies there.
+template <bool kAdds>
 MOK_DEVICE void write_chunk(uint32_t boxes, uint32_t part_warp, uint32_t lane,
                             const float (&accumulators)[kAccumulators]) {
     const uint32_t first = first_float(boxes, part_warp, lane);
@@ -143,7 +160,7 @@ MOK_DEVICE void write_chunk(uint32_t boxes, uint32_t part_warp, uint32_t lane,
     for (uint32_t j = 0; j < 8; ++j) {
 #pragma unroll
         for (uint32_t h = 0; h < 2; ++h) {
-            const uint32_t i = 4 * (8 * kChunk + j) + 2 * h;
+            const uint32_t i = 4 * j + 2 * h;
             const uint32_t address = float_at(first, j, h);
             FloatPair pair{accumulators[i], accumulators[i + 1]};
             if constexpr (kAdds) {
@@ -155,8 +172,7 @@ MOK_DEVICE void write_chunk(uint32_t boxes, uint32_t part_warp, uint32_t lane,
     }
 }
 
-/// Accumulators of a chunk added to a BF16 box: one rounding of the sum.
-template <uint32_t kChunk>
+/// The first chunk's accumulators added to a BF16 box: one rounding of the sum.
 MOK_DEVICE void add_chunk(uint32_t box, uint32_t part_warp, uint32_t lane,
                           const float (&accumulators)[kAccumulators]) {
     const uint32_t first = first_word(box, part_warp, lane);
@@ -164,7 +180,7 @@ MOK_DEVICE void add_chunk(uint32_t box, uint32_t part_warp, uint32_t lane,
     for (uint32_t j = 0; j < 8; ++j) {
 #pragma unroll
         for (uint32_t h = 0; h < 2; ++h) {
-            const uint32_t i = 4 * (8 * kChunk + j) + 2 * h;
+            const uint32_t i = 4 * j + 2 * h;
             const uint32_t address = word_at(first, j, h);
             const uint32_t before = ptx::load_shared<uint32_t>(address);
             ptx::store_shared(address, ptx::pack_bf16(ptx::low_bf16(before) + accumulators[i],

@@ -12,6 +12,13 @@ namespace mok::sm90 {
 /// Boxes of a dhidden chunk's stage: gate (then dg), up (then du), h', each of both parts.
 inline constexpr uint32_t kGateBox = 0, kUpBox = kParts, kHiddenBox = 2 * kParts;
 
+/// Where a part leaves the sum of p a of one of its rows over a chunk: in its staging buffer, which the
+/// chunks do not need. Not in global memory: the fence before a chunk is handed over would wait for the
+/// stores.
+MOK_DEVICE uint32_t staged_sum(const Shared& shared, uint32_t part, uint32_t row, uint32_t chunk) {
+    return shared.staging(part) + (row * kChunks + chunk) * 4;
+}
+
 /// A consumer thread's two rows of its part, 8 apart.
 struct RowPair {
     float weight[2];
@@ -47,10 +54,10 @@ MOK_DEVICE float sum_chains(float (&sums)[2]) {
 
 }  // namespace dhidden_detail
 
-/// One warp's 16 rows of chunk kChunk in `stage`, which has landed; `sums`: of the thread's two rows over the
-/// chunk, right in lanes 4 i. Rows that are not valid become zeros, where `is_ragged` says that there are
-/// any.
-template <ActivationForm kForm, uint32_t kChunk>
+/// One warp's 16 rows of a chunk in `stage`, which has landed, with the first chunk's accumulators; `sums`:
+/// of the thread's two rows over the chunk, right in lanes 4 i. Rows that are not valid become zeros, where
+/// `is_ragged` says that there are any.
+template <ActivationForm kForm>
 MOK_DEVICE void finish_dhidden_chunk(const Shared& shared, uint32_t stage, uint32_t part, uint32_t part_warp,
                                      uint32_t lane, const RowPair& rows, bool is_ragged, float limit,
                                      const float (&accumulators)[kAccumulators], float (&sums)[2]) {
@@ -68,7 +75,7 @@ MOK_DEVICE void finish_dhidden_chunk(const Shared& shared, uint32_t stage, uint3
             ptx::load_matrix_x4(at + kUpBox * kRowBoxBytes, up);
 #pragma unroll
             for (uint32_t i = 0; i < 4; ++i) {
-                const uint32_t word = 4 * (8 * kChunk + 4 * half + i) + 2 * h;
+                const uint32_t word = 4 * (4 * half + i) + 2 * h;
                 dhidden_detail::differentiate<kForm>(rows.weight[h], limit, accumulators[word],
                                                      accumulators[word + 1], gate[i], up[i], hidden[i],
                                                      chains[h]);

@@ -6,14 +6,15 @@
 
 namespace mok::moe_backward_detail {
 
-/// Calls chunk.template operator()<i>() for the task's chunks, so that accumulators have constant indices.
+/// Calls body(chunk) for the task's chunks, each with its accumulators in the first places; afterwards they
+/// are in no order.
 template <typename Body>
-MOK_DEVICE void for_chunks(const BackwardTask& task, const Body& body) {
-    static_assert(kChunks == 4);
-    body.template operator()<0>();
-    if (task.chunks > 1) body.template operator()<1>();
-    if (task.chunks > 2) body.template operator()<2>();
-    if (task.chunks > 3) body.template operator()<3>();
+MOK_DEVICE void for_chunks(const BackwardTask& task, float (&accumulators)[kAccumulators], const Body& body) {
+#pragma unroll 1
+    for (int32_t chunk = 0; chunk < task.chunks; ++chunk) {
+        body(chunk);
+        rotate_chunks(accumulators);
+    }
 }
 
 MOK_DEVICE void wait_stage(const Shared& shared, const Consumer& self, ptx::Deadline& deadline) {
@@ -48,25 +49,16 @@ MOK_DEVICE RowPair row_pair(const MoeBackwardParams& params, const BackwardTask&
     for (int32_t h = 0; h < 2; ++h) {
         const int32_t row = self.row() + 8 * h;
         rows.is_valid[h] = row < task.valid_rows;
-        if (rows.is_valid[h]) rows.weight[h] = row_weight(params, task, row);
+        // Not only where it is valid: the load would be waited for here.
+        rows.weight[h] = row_weight(params, task, rows.is_valid[h] ? row : 0);
     }
     return rows;
-}
-
-/// Sums of a chunk's columns in the two rows of a lane.
-MOK_DEVICE void store_partials(const MoeBackwardParams& params, const BackwardTask& task, const RowPair& rows,
-                               const Consumer& self, uint32_t chunk, const float (&sums)[2]) {
-    const int64_t num_partials = steps_of(inner_of(params, task));
-    float* at = rows_of(params, task).weight_partials + (task.row + self.row()) * num_partials +
-                task.column / static_cast<int32_t>(kChunkColumns) + chunk;
-    if (rows.is_valid[0]) ptx::store_global(at, sums[0]);
-    if (rows.is_valid[1]) ptx::store_global(at + 8 * num_partials, sums[1]);
 }
 
 template <ActivationForm kForm>
 MOK_DEVICE void finish_dhidden(const MoeBackwardParams& params, const Shared& shared,
                                const BackwardTask& task, const RowPair& rows, Consumer& self,
-                               ptx::Deadline& deadline, const float (&accumulators)[kAccumulators]) {
+                               ptx::Deadline& deadline, float (&accumulators)[kAccumulators]) {
     const bool is_ragged = task.valid_rows < static_cast<int32_t>(kTileM);
     if (params.row_weights != nullptr && !is_shared(task) && task.column == 0 && self.lane % 4 == 0) {
 #pragma unroll
@@ -75,12 +67,18 @@ MOK_DEVICE void finish_dhidden(const MoeBackwardParams& params, const Shared& sh
             if (rows.is_valid[h]) ptx::store_global(at, rows.weight[h]);
         }
     }
-    for_chunks(task, [&]<uint32_t kChunk>() {
+    for_chunks(task, accumulators, [&](int32_t chunk) {
         wait_stage(shared, self, deadline);
         float sums[2];
-        finish_dhidden_chunk<kForm, kChunk>(shared, self.stages.slot, self.part, self.part_warp, self.lane,
-                                            rows, is_ragged, params.limit, accumulators, sums);
-        if (self.lane % 4 == 0) store_partials(params, task, rows, self, kChunk, sums);
+        finish_dhidden_chunk<kForm>(shared, self.stages.slot, self.part, self.part_warp, self.lane, rows,
+                                    is_ragged, params.limit, accumulators, sums);
+        if (chunk == 0) begin_staging(shared, self.staging, self.part, deadline);
+        if (self.lane % 4 == 0) {
+            const uint32_t row = self.part_warp * 16 + self.lane / 4;
+            const uint32_t first = staged_sum(shared, self.part, row, static_cast<uint32_t>(chunk));
+            ptx::store_shared(first, sums[0]);
+            ptx::store_shared(first + 8 * kChunks * 4, sums[1]);
+        }
         hand_over_chunk(shared, self.stages, self.staging, self.part, self.lane, deadline);
     });
 }
@@ -95,7 +93,7 @@ MOK_DEVICE void finish_dx(const Shared& shared, Consumer& self, ptx::Deadline& d
 }
 
 MOK_DEVICE void finish_wgrad(const Shared& shared, const BackwardTask& task, Consumer& self,
-                             ptx::Deadline& deadline, const float (&accumulators)[kAccumulators]) {
+                             ptx::Deadline& deadline, float (&accumulators)[kAccumulators]) {
     if (!has(task, kLeavesChunks)) {
         uint32_t words[kWords];
         round_part(accumulators, words);
@@ -105,15 +103,15 @@ MOK_DEVICE void finish_wgrad(const Shared& shared, const BackwardTask& task, Con
         return;
     }
     const bool is_float = has(task, kFloatChunks), adds = has(task, kAddsChunks);
-    for_chunks(task, [&]<uint32_t kChunk>() {
+    for_chunks(task, accumulators, [&](int32_t) {
         wait_stage(shared, self, deadline);
         const uint32_t boxes = float_box(shared, self.stages.slot, self.part);
         if (!is_float) {
-            add_chunk<kChunk>(boxes, self.part_warp, self.lane, accumulators);
+            add_chunk(boxes, self.part_warp, self.lane, accumulators);
         } else if (adds) {
-            write_chunk<kChunk, true>(boxes, self.part_warp, self.lane, accumulators);
+            write_chunk<true>(boxes, self.part_warp, self.lane, accumulators);
         } else {
-            write_chunk<kChunk, false>(boxes, self.part_warp, self.lane, accumulators);
+            write_chunk<false>(boxes, self.part_warp, self.lane, accumulators);
         }
         hand_over_chunk(shared, self.stages, self.staging, self.part, self.lane, deadline);
     });
@@ -126,12 +124,16 @@ MOK_DEVICE void make_wgrad(const Shared& shared, const BackwardTask& task, Consu
     float accumulators[kAccumulators] = {};  // a gradient without rows is zeros
     const bool continues = has(task, kContinues);
     if (continues) {
-        for_chunks(task, [&]<uint32_t kChunk>() {
+        for_chunks(task, accumulators, [&](int32_t) {
             wait_stage(shared, self, deadline);
-            read_chunk<kChunk>(float_box(shared, self.stages.slot, self.part), self.part_warp, self.lane,
-                               accumulators);
+            read_chunk(float_box(shared, self.stages.slot, self.part), self.part_warp, self.lane,
+                       accumulators);
             release_stage(shared, self.stages, self.lane);
         });
+        // Back to their places where the tile has fewer than all chunks.
+        for (int32_t chunk = task.chunks; chunk < static_cast<int32_t>(kChunks); ++chunk) {
+            rotate_chunks(accumulators);
+        }
     }
     if (task.steps > 0) {
         multiply_tile<kMN, kMN>(shared, self.stages, self.part, task.steps, self.lane, deadline, accumulators,

@@ -45,11 +45,8 @@ struct StoreWarp {
 #pragma unroll
             for (uint32_t part = 0; part < kParts; ++part) {
                 if (deadline.expired || !task.has_part(part)) continue;
-                if (!take_chunk(shared, staging[part], part, lane, deadline)) {
-                    deadline.expired = true;
-                    continue;
-                }
-                body(chunk, part, stage);
+                deadline.expired |= !take_chunk(shared, staging[part], part, lane, deadline,
+                                                [&] { body(chunk, part, stage); });
             }
             release_chunk(shared, stage, task.parts(), lane);
             stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -80,6 +77,25 @@ struct StoreWarp {
         signal_block(task, Counter::kGateUp, task.parts());
     }
 
+    /// The sums of p a that a part's rows have left, each lane those of two rows.
+    MOK_DEVICE void store_partials(const BackwardTask& task, uint32_t part) {
+        const int32_t num_partials = steps_of(inner_of(params, task));
+        const int32_t first = task.column / static_cast<int32_t>(kChunkColumns);
+#pragma unroll
+        for (uint32_t i = 0; i < kLaneRows; ++i) {
+            const uint32_t row = i * ptx::kWarpThreads + lane;
+            const uint32_t tile_row = part * kPartRows + row;
+            if (static_cast<int32_t>(tile_row) >= task.valid_rows) continue;
+            float* at = rows_of(params, task).weight_partials +
+                        static_cast<int64_t>(task.row + static_cast<int32_t>(tile_row)) * num_partials +
+                        first;
+            for (int32_t chunk = 0; chunk < task.chunks; ++chunk) {
+                const uint32_t sum = staged_sum(shared, part, row, static_cast<uint32_t>(chunk));
+                ptx::store_global(at + chunk, ptx::load_shared<float>(sum));
+            }
+        }
+    }
+
     /// Lanes 0 to 2 store dg, du and h' of a chunk.
     MOK_DEVICE void store_dhidden(const BackwardTask& task) {
         const MoeBackwardRows& rows = rows_of(params, task);
@@ -91,6 +107,7 @@ struct StoreWarp {
                                   task.row + static_cast<int32_t>(part * kPartRows),
                                   stage_box(shared, stage, box + part));
             }
+            if (chunk + 1 == task.chunks) store_partials(task, part);
         });
         ptx::bulk_wait<0>();
         signal_block(task, Counter::kDHidden, task.parts());
