@@ -2,8 +2,9 @@
 
     python benchmarks/moe_backward.py [--out FOLDER] [--shapes A,B,C,D] [--float32] [--accumulate]
 
-One rank holds all experts, so nothing crosses a link; balanced random routing, gate and up saved,
-gradients for x, router weights and all expert weights. Times are of preparation and kernel. The
+One rank with the experts and rows that a rank of two has, all from its own tokens, so that nothing
+crosses a link; random routing, gate and up saved, gradients for x, router weights and all expert
+weights. Times are of preparation and kernel. The
 rate of a kind is its products over the time that the multiprocessors spent in its tasks, from the
 recorded time line; SCOUT is what the experiment's kernels reached alone (burst).
 """
@@ -16,9 +17,15 @@ import torch
 
 from benchmarks._gpu_timing import both_clocks
 from benchmarks._timing import RESULTS, statistics_ms, write_results
-from benchmarks.moe_forward import SHAPES
 from mok import _C
 
+# shape: T, H, I, E, K of one of two ranks
+SHAPES = {
+    "A": (16384, 2048, 768, 64, 8),
+    "B": (8192, 4096, 1536, 64, 8),
+    "C": (4096, 7168, 2048, 32, 8),
+    "D": (8192, 4096, 14336, 4, 2),
+}
 BF16 = torch.bfloat16
 GRADIENTS = 1 | 2 | 7 << 3  # x, router weights, the three matrices
 PAD, SPAN_WORDS, MAX_SPANS = 128, 10, 1 << 19
