@@ -5,7 +5,8 @@
 #include <new>
 #include <vector>
 
-#if defined(__x86_64__) || defined(__aarch64__)
+// MOK_EMU_UCONTEXT tries the portable switch on a processor that has one of ours.
+#if (defined(__x86_64__) || defined(__aarch64__)) && !defined(MOK_EMU_UCONTEXT)
 #define MOK_EMU_OWN_SWITCH 1
 extern "C" void mok_emu_switch(void** save, void* to);
 #else

@@ -105,6 +105,12 @@ bool step_store(PendingCopy& copy) {
 
 bool step(PendingCopy& copy) {
     note_progress();
+    if (keeps_log()) {
+        const AsyncRecord& record = *copy.records.front();
+        const bool reads = copy.kind == PendingCopy::Kind::kStore && !copy.has_read;
+        log_line(text("%s: %s at %s %s", describe(*copy.issuer).c_str(), record.instruction,
+                      describe(record.site).c_str(), reads ? "has read its source" : "is complete"));
+    }
     if (copy.kind == PendingCopy::Kind::kStore) return step_store(copy);
     step_load(copy);
     return true;

@@ -101,6 +101,7 @@ void start_launch(Stream& stream) {
     LaunchState& state = *stream.launches[stream.next];
     const Launch& launch = *state.launch;
     state.phase = LaunchPhase::kRunning;
+    if (keeps_log()) log_line(text("rank %d: %s begins", launch.rank, launch.name.c_str()));
     state.component = static_cast<int>(new_component());
     if (stream.next > 0) state.begin = stream.launches[stream.next - 1]->end;
     state.begin.known.set(static_cast<uint32_t>(state.component), 1);
@@ -153,6 +154,7 @@ void try_end_launch(LaunchState& state) {
         return;
     Machine& m = *machine;
     state.phase = LaunchPhase::kEnded;
+    if (keeps_log()) log_line(text("rank %d: %s ends", state.launch->rank, state.launch->name.c_str()));
     // The end of a grid waits for its copies.
     for (AsyncRecord& record : m.records) {
         if (record.epoch != AsyncRecord::kOpen || record.issuer->block().launch != &state) continue;
@@ -236,6 +238,7 @@ void exit_thread(Thread& thread) {
 void trap_launch(LaunchState& state) {
     Machine& m = *machine;
     state.phase = LaunchPhase::kTrapped;
+    if (keeps_log()) log_line(text("rank %d: %s traps", state.launch->rank, state.launch->name.c_str()));
     m.result.trapped.push_back(state.launch->name);
     keep_outputs(state.launch->rank);
     drop_copies(state);

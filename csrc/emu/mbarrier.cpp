@@ -18,9 +18,13 @@ std::string name_of(const Block& block, const Mbarrier& barrier) {
     return describe_shared(block, barrier.address);
 }
 
-void try_complete(Mbarrier& barrier) {
+void try_complete(const Block& block, Mbarrier& barrier) {
     note_progress();
     if (barrier.pending != 0 || barrier.bytes != 0) return;
+    if (keeps_log()) {
+        log_line(text("rank %d block %u: phase %u of %s is complete", block.launch->launch->rank, block.idx,
+                      barrier.phase, name_of(block, barrier).c_str()));
+    }
     ++barrier.phase;
     barrier.pending = barrier.count;
     if (barrier.component >= 0) {
@@ -70,7 +74,7 @@ void complete_bytes(Block& block, Mbarrier& barrier, uint32_t bytes) {
         fail(ErrorKind::kBarrier,
              text("more than 1 MiB is complete on %s that nobody expects", name_of(block, barrier).c_str()));
     }
-    try_complete(barrier);
+    try_complete(block, barrier);
 }
 
 void mbarrier_init(uint32_t address, uint32_t arrivals) {
@@ -138,7 +142,7 @@ void mbarrier_arrive(uint32_t address, uint32_t arrivals, uint32_t bytes, Arrive
                   static_cast<long long>(barrier.bytes), name_of(*place.block, barrier).c_str()));
     }
     barrier.pending -= arrivals;
-    try_complete(barrier);
+    try_complete(*place.block, barrier);
 }
 
 bool mbarrier_test(uint32_t address, uint32_t parity, Scope scope) {

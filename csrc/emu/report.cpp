@@ -176,13 +176,17 @@ void report_proxy(const Shadow& shadow, uint64_t page_begin, const Thread& viewe
     warn(whole);
 }
 
-void log_event(const char* what, uint64_t a, uint64_t b) {
+void log_line(const std::string& line) {
+    constexpr size_t kMostLines = 400'000;  // the end of a run is what matters
     Machine& m = *machine;
-    if (!m.options.keep_log) return;
-    (void)a;
-    (void)b;
-    m.result.log.push_back(text("%llu %s: %s at %s", static_cast<unsigned long long>(m.result.stats.steps),
-                                describe(*m.current).c_str(), what, describe(m.current->site).c_str()));
+    auto& log = m.result.log;
+    if (log.size() >= kMostLines) log.erase(log.begin(), log.begin() + kMostLines / 2);
+    log.push_back(text("%llu ", static_cast<unsigned long long>(m.result.stats.steps)) + line);
+}
+
+void log_instruction() {
+    const Thread& me = *machine->current;
+    log_line(text("%s: %s at %s", describe(me).c_str(), me.instruction, describe(me.site).c_str()));
 }
 
 }  // namespace mok::emu

@@ -27,7 +27,13 @@ void report_proxy(const Shadow& shadow, uint64_t page_begin, const Thread& viewe
 /// "rank 1's bulk_store (...) has written it", for the host's outputs.
 std::string describe_access(const ShadowNode& node);
 
-/// Notes an event of the current thread, if a log is kept.
-void log_event(const char* what, uint64_t a = 0, uint64_t b = 0);
+/// Whether a log is kept; ask before a line is made.
+inline bool keeps_log() {
+    return machine->options.keep_log;
+}
+/// "<step> <line>"
+void log_line(const std::string& line);
+/// What the current thread comes to.
+void log_instruction();
 
 }  // namespace mok::emu

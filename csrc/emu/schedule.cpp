@@ -236,7 +236,7 @@ void enter(const char* instruction, Site site) {
     } else if (++me.steps_in_a_row > kStaleInstructions) {
         sleep();
     }
-    log_event(instruction);
+    if (keeps_log()) log_instruction();
 }
 
 void sleep() {
@@ -248,7 +248,6 @@ uint64_t timer_ns() {
 }
 
 void trap() {
-    log_event("trap");
     throw KernelTrapped{};
 }
 

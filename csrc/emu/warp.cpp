@@ -55,7 +55,7 @@ void detail::deposit(const char* instruction, const void* operands, size_t bytes
     if (warp.present != ~0u) {
         fail(ErrorKind::kDiverged, "needs all 32 lanes, but some have left the kernel");
     }
-    log_event(instruction);
+    if (keeps_log()) log_instruction();
     execute(slot.operands, kOperandBytes, slot.lanes);
     warp.deposits.pop_front();
     ++warp.num_executed;
