@@ -66,21 +66,33 @@ MOK_DEVICE void stamp(const Block& block, PrepareStamp moment) {
                       ptx::timer_ns());
 }
 
+template <uint32_t kSums>
 struct Prefix {
-    uint32_t before;  // of earlier threads
-    uint32_t total;
+    uint32_t before[kSums];  // of earlier threads
+    uint32_t total[kSums];
 };
 
-/// The sum of `value` over the threads before this one, and over all. The whole block calls it.
-MOK_DEVICE Prefix block_prefix(const Block& block, uint32_t value) {
-    const uint32_t in_warp = ptx::inclusive_sum(value, block.lane);
-    if (block.lane == ptx::kWarpThreads - 1) Block::set_entry(block.shared.warp_sums, block.warp, in_warp);
+/// The sums of `values` over the threads before this one, and over all. The whole block calls it.
+template <uint32_t kSums>
+MOK_DEVICE Prefix<kSums> block_prefix(const Block& block, const uint32_t (&values)[kSums]) {
+    static_assert(kSums <= kMostSums);
+    const auto warp_sums = [&](uint32_t sum) { return block.shared.warp_sums + 4 * kPrepareMaxWarps * sum; };
+    Prefix<kSums> result;
+#pragma unroll
+    for (uint32_t i = 0; i < kSums; ++i) {
+        const uint32_t in_warp = ptx::inclusive_sum(values[i], block.lane);
+        if (block.lane == ptx::kWarpThreads - 1) Block::set_entry(warp_sums(i), block.warp, in_warp);
+        result.before[i] = in_warp - values[i];
+    }
     ptx::sync_block();
-    const uint32_t warp_sum = block.lane < block.warps ? Block::entry(block.shared.warp_sums, block.lane) : 0;
-    const uint32_t before = ptx::reduce_add(block.lane < block.warp ? warp_sum : 0);
-    const uint32_t total = ptx::reduce_add(warp_sum);
+#pragma unroll
+    for (uint32_t i = 0; i < kSums; ++i) {
+        const uint32_t sum = block.lane < block.warps ? Block::entry(warp_sums(i), block.lane) : 0;
+        result.before[i] += ptx::reduce_add(block.lane < block.warp ? sum : 0);
+        result.total[i] = ptx::reduce_add(sum);
+    }
     ptx::sync_block();  // the next one writes the sums
-    return {before + in_warp - value, total};
+    return result;
 }
 
 /// The last of `count` ascending entries that is at most `value`; the first one is.
@@ -133,7 +145,7 @@ struct Deal {
 /// the plan's arrays.
 MOK_DEVICE uint32_t num_tokens_of(const Block& block, uint32_t rank) {
     const PrepareParams& params = block.params;
-    int64_t tokens = params.header.num_tokens;
+    int64_t tokens = params.num_tokens;
     if (block.ranks > 1) tokens = ptx::load_global(&call_header(params.group, rank)->num_tokens);
     const int64_t most = params.plan.max_tokens;
     return static_cast<uint32_t>(tokens < 0 ? 0 : tokens > most ? most : tokens);

@@ -49,25 +49,26 @@ MOK_DEVICE int64_t slots_of(const Block& block, uint32_t rank) {
     return static_cast<int64_t>(rank) * block.params.slots;
 }
 
-/// This lane's ids of rounds [round, share.end), at most a batch, as int32; -1 where there is no slot.
-MOK_DEVICE Batch load_ids(const Block& block, const Share& share, uint32_t round) {
-    const PrepareParams& params = block.params;
-    const bool alone = block.ranks == 1;
-    const bool is_wide = alone && params.ids_are_int64;
-    const char* ids = alone ? static_cast<const char*>(params.topk_ids)
-                            : window_of(params.group, share.rank) + params.ids_offset;
-    const uint32_t step = params.round_slots.divisor;
+/// This lane's ids of the next rounds, from its `slot` of the first on, as int32; kNoRoute from `end_slot`
+/// on.
+MOK_DEVICE Batch load_ids(const char* ids, bool is_wide, uint32_t slot, uint32_t end_slot, uint32_t step) {
     Batch batch;
 #pragma unroll
     for (uint32_t i = 0; i < kBatchRounds; ++i) {
-        const uint32_t slot = (round + i) * step + block.lane;
-        const bool is_slot = round + i < share.end && block.lane < step && slot < share.slots;
+        const uint32_t at = slot + i * step;
         batch.word[i] = kNoRoute;
-        if (!is_slot) continue;
-        const auto* word =
-            reinterpret_cast<const uint32_t*>(ids + static_cast<int64_t>(slot) * (is_wide ? 8 : 4));
-        batch.word[i] = ptx::load_global(word);
-        if (is_wide && ptx::load_global(word + 1) != 0) batch.word[i] = kNoRoute;
+        if (at < end_slot) {
+            const int64_t offset = static_cast<int64_t>(at) * (is_wide ? 8 : 4);
+            batch.word[i] = ptx::load_global(reinterpret_cast<const uint32_t*>(ids + offset));
+        }
+    }
+    if (!is_wide) return batch;
+#pragma unroll
+    for (uint32_t i = 0; i < kBatchRounds; ++i) {
+        const uint32_t at = slot + i * step;
+        if (at >= end_slot) continue;
+        const auto* upper = reinterpret_cast<const uint32_t*>(ids + static_cast<int64_t>(at) * 8 + 4);
+        if (ptx::load_global(upper) != 0) batch.word[i] = kNoRoute;
     }
     return batch;
 }
@@ -112,35 +113,48 @@ MOK_DEVICE Batch count_routes(const Block& block, const Deal& deal, const Share&
     const bool alone = block.ranks == 1;
     const bool looks_again = !keeps_batch(deal);
     const uint32_t step = params.round_slots.divisor;
+    const char* ids = alone ? static_cast<const char*>(params.topk_ids)
+                            : window_of(params.group, share.rank) + params.ids_offset;
     int32_t* copies = params.arrays.ids + slots_of(block, share.rank);
     uint32_t* masks = params.arrays.round_masks + static_cast<int64_t>(share.rank) * params.most_rounds;
-    Batch routes;
+    // No slot behind the rank's last or the warp's last round, and none in lanes that rounds leave out.
+    uint32_t end_slot = share.end * step < share.slots ? share.end * step : share.slots;
+    if (block.lane >= step) end_slot = 0;
+    Batch routes, last{};
 #pragma unroll
     for (uint32_t i = 0; i < kBatchRounds; ++i) routes.word[i] = kNoRoute;
-    Batch ids{};
 #pragma unroll 1
     for (uint32_t ahead = share.round;; ahead += kBatchRounds) {
         // The next ids are on their way while the last ones are numbered.
-        const Batch next = load_ids(block, share, ahead);
-        const uint32_t round = ahead - kBatchRounds;
-#pragma unroll 1
-        for (uint32_t i = 0; ahead > share.round && i < kBatchRounds && round + i < share.end; ++i) {
-            const uint32_t id = ids.get(i);
-            const uint32_t expert = expert_of(block, id);
-            const uint32_t lanes = ptx::ballot(expert != kNoRoute);
-            const uint32_t slot = (round + i) * step + block.lane;
-            const bool is_slot = block.lane < step && slot < share.slots;
-            if (alone ? is_slot : looks_again && expert != kNoRoute) {
-                const bool is_id = id < static_cast<uint32_t>(params.plan.num_experts);
-                ptx::store_global(copies + slot, is_id ? static_cast<int32_t>(id) : -1);
+        const uint32_t slot = ahead * step + block.lane;
+        const Batch next = load_ids(ids, alone && params.ids_are_int64, slot, end_slot, step);
+        if (ahead > share.round) {
+            const uint32_t round = ahead - kBatchRounds;
+            Batch lanes;
+#pragma unroll
+            for (uint32_t i = 0; i < kBatchRounds; ++i) {
+                const uint32_t id = last.word[i], at = slot - (kBatchRounds - i) * step;
+                const bool is_route = expert_of(block, id) != kNoRoute;
+                lanes.word[i] = ptx::ballot(is_route);
+                if (alone ? at < end_slot : looks_again && is_route) {
+                    const bool is_id = id < static_cast<uint32_t>(params.plan.num_experts);
+                    ptx::store_global(copies + at, is_id ? static_cast<int32_t>(id) : -1);
+                }
             }
-            if (looks_again && block.lane == 0) ptx::store_global(masks + round + i, lanes);
-            if (lanes == 0) continue;
-            const uint32_t number = take_number(block, lanes, expert);
-            if (expert != kNoRoute) routes.set(i, pack_route(expert, number));
+            if (looks_again && block.lane < kBatchRounds && round + block.lane < share.end) {
+                ptx::store_global(masks + round + block.lane, lanes.get(block.lane));
+            }
+#pragma unroll 1
+            for (uint32_t i = 0; i < kBatchRounds; ++i) {
+                const uint32_t with_route = lanes.get(i);
+                if (with_route == 0) continue;
+                const uint32_t expert = expert_of(block, last.get(i));
+                const uint32_t number = take_number(block, with_route, expert);
+                if (expert != kNoRoute) routes.set(i, pack_route(expert, number));
+            }
         }
         if (ahead >= share.end) break;
-        ids = next;
+        last = next;
     }
     return routes;
 }

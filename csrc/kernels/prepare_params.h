@@ -85,12 +85,26 @@ struct UnitCount {
 };
 
 struct PrepareArrays {
+    // Temporaries.
+    uint64_t* tile_counts;   // TileCount [most_tiles]
+    uint32_t* block_counts;  // [E_local, count_stride]: routes of each block
+    uint32_t* round_masks;   // [R, most_rounds]: lanes with a row here
+    uint64_t* records;       // RowRecord [rows], worst case
+    int32_t* token_rows;     // [R, max_tokens * K]: each token's rows in ascending order
+    int32_t* run_before;     // [runs + 1, kMaxPhases]: PlacedRun::before
     // Results: what PreparedCall points to, and the arrays behind that.
+    int32_t* ids;               // one rank: [T * K], published ids; several: [R, max_tokens * K],
+                                // copies of those with a row here, where warps have many rounds
+    int32_t* row_peer;          // [rows]
+    int32_t* row_slot;          // [rows]
+    schedule::PullUnit* units;  // [rows]
+    int32_t* row_begin;         // [rows + 1]
+    int32_t* rows;              // [rows]
+    uint32_t* counters;         // kCountersPerBlock a row block, and more_counters
+    uint32_t* claims;           // task, then pull, a cache line each
     schedule::Table* table;
     schedule::PullUnits* pulls;
     schedule::RankInputs* ranks;  // [R]
-    int32_t* row_peer;            // [rows], worst case
-    int32_t* row_slot;            // [rows]
     int64_t* segment_begin;       // [E_local + 1]
     int64_t* counts;              // [E_local]
     schedule::Chunk* chunks;      // [chunks + 1], table_capacity
@@ -98,46 +112,30 @@ struct PrepareArrays {
     schedule::Run* runs;          // [runs + 1]
     int32_t* unit_begin;          // [pieces + 1]
     int32_t* idle_experts;        // [E_local]
-    schedule::PullUnit* units;    // [rows]
-    int32_t* row_begin;           // [rows + 1]
-    int32_t* rows;                // [rows]
-    int32_t* ids;                 // one rank: [T * K], published ids; several: [R, max_tokens * K],
-                                  // copies of those with a row here, where warps have many rounds
-    uint32_t* counters;           // [most]
-    uint32_t* claims;             // task, then pull, a cache line each
-    // Temporaries.
-    uint32_t* block_counts;  // [E_local, count_stride]: routes of each block
-    uint64_t* records;       // RowRecord [rows]
-    int32_t* token_rows;     // [R, max_tokens * K]: each token's rows in ascending order
-    uint64_t* tile_counts;   // TileCount [most_tiles]
-    uint32_t* round_masks;   // [R, most_rounds]: lanes with a row here
-    int32_t* run_before;     // [runs + 1, kMaxPhases]: PlacedRun::before
 };
 inline constexpr uint32_t kClaimStride = 32;  // words
 /// A row block's own counters, and as many spans as it may begin.
 inline constexpr uint32_t kCountersPerBlock = schedule::kNumCounters - 2 + 3;
 
+/// In the order of use, and what only the table's block needs last: a block waits for each line of parameters
+/// that it reads for the first time.
 struct PrepareParams {
-    PlanShape plan;
-    schedule::ScheduleShape shape;
-    PrepareArrays arrays;
     PeerGroup group;
     ptx::WaitLimits limits;
-    CallHeader header;     // of this rank
-    const void* topk_ids;  // one rank: [T, K]; several: unused, the published ids are read
-    bool ids_are_int64;
-    bool pulls_any;          // some run of the pass fetches rows
-    bool zeroes_first;       // ScheduleShape::zeroes_padding of the first chunk
-    bool zeroes_later;       // and of the others
-    uint32_t slots;          // of a rank with max_tokens
-    uint32_t most_rounds;    // of such a rank
-    uint32_t most_tiles;     // of the worst case
-    uint32_t count_stride;   // blocks that may have rounds, rounded up to 4
-    float round_cost;        // see wanted_blocks; so are the next two
+    PlanShape plan;
+    int64_t num_tokens;     // of this rank; equal to header's
+    const void* topk_ids;   // one rank: [T, K]; several: unused, the published ids are read
+    int64_t ids_offset;     // of the published ids in every window
+    uint32_t* barrier;      // grid_barrier's word
+    uint64_t* times;        // [blocks, kPrepareStamps] nanoseconds; nullptr: nobody asks
+    uint32_t slots;         // of a rank with max_tokens
+    uint32_t most_rounds;   // of such a rank
+    uint32_t most_tiles;    // of the worst case
+    uint32_t count_stride;  // blocks that may have rounds, rounded up to 4
+    float round_cost;       // see wanted_blocks; so are the next two
     float blocks_per_slot;
     float more_blocks;
     uint32_t more_counters;  // besides kCountersPerBlock for each row block with tasks
-    int64_t shared_tasks;    // Table::num_shared_tasks
     Divisor top_k;
     Divisor round_slots;  // of a round: whole tokens, one route a lane
     Divisor block_rows;
@@ -145,14 +143,20 @@ struct PrepareParams {
     Divisor piece_rows;  // of a whole piece, window and ring stretch
     Divisor window_rows;
     Divisor stretch_pieces;  // pieces of a stretch as long as the ring
-    int64_t ids_offset;      // of the published ids in every window
-    int64_t row_bytes;       // of x and dout in the heap
-    const char* own_x;       // one rank: its tensors
+    bool ids_are_int64;
+    bool is_recompute;
+    bool pulls_any;     // some run of the pass fetches rows
+    bool zeroes_first;  // ScheduleShape::zeroes_padding of the first chunk
+    bool zeroes_later;  // and of the others
+    PrepareArrays arrays;
+    int64_t row_bytes;  // of x and dout in the heap
+    const char* own_x;  // one rank: its tensors
     const char* own_dout;
     int64_t own_x_stride;  // bytes
     int64_t own_dout_stride;
-    uint32_t* barrier;  // grid_barrier's word
-    uint64_t* times;    // [blocks, kPrepareStamps] nanoseconds; nullptr: nobody asks
+    int64_t shared_tasks;  // Table::num_shared_tasks
+    CallHeader header;     // of this rank
+    schedule::ScheduleShape shape;
 };
 
 /// Offsets in a block's shared memory.
@@ -165,11 +169,13 @@ struct PrepareShared {
                          // at last, in the table's block, the pieces of earlier segments
     uint32_t begin;      // u32 [E_local + 1]: segment_begin
     uint32_t chunk;      // u32 [E_local]: the chunk in which the segment starts
-    uint32_t warp_sums;  // u32 [2, kPrepareMaxWarps]
-    uint32_t counters;   // u32 [warps, E_local]; at last, in the table's block, [E_local] spans of earlier
-                         // segments, then [threads] units of earlier tiles
+    uint32_t warp_sums;  // u32 [kMostSums, kPrepareMaxWarps]
+    uint32_t counters;   // u32 [warps, E_local]; in the table's block then [E_local] spans of earlier
+                        // segments; at last [2, threads] units of earlier tiles, and the rows that they fill
     uint32_t bytes;
 };
+
+inline constexpr uint32_t kMostSums = 3;  // that a block makes at once
 
 enum class SharedWord : uint32_t {
     kEnded,      // the workspace has ended: leave
@@ -194,8 +200,8 @@ MOK_HD PrepareShared prepare_shared(int32_t num_ranks, int32_t num_local_experts
     shared.begin = shared.base + 4 * experts;
     shared.chunk = shared.begin + 4 * (experts + 1);
     shared.warp_sums = shared.chunk + 4 * experts;
-    shared.counters = shared.warp_sums + 4 * 2 * kPrepareMaxWarps;
-    const uint32_t per_warp = experts > kTileRows ? experts : kTileRows;
+    shared.counters = shared.warp_sums + 4 * kMostSums * kPrepareMaxWarps;
+    const uint32_t per_warp = experts > 2 * kTileRows ? experts : 2 * kTileRows;
     shared.bytes = shared.counters + 4 * warps * per_warp;
     return shared;
 }

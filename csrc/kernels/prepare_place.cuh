@@ -10,26 +10,34 @@
 namespace mok::prepare {
 
 /// Sums block_counts: `total` over all blocks, `base` over those before this one. A group of threads sums for
-/// one expert, four blocks a thread at a time.
+/// one expert, four blocks a thread at a time, a few of which are on their way at once.
 MOK_DEVICE void sum_block_counts(const Block& block, const Deal& deal) {
+    constexpr uint32_t kAtATime = 3;
     const uint32_t quads = ceil_div(deal.blocks, 4u);
-    uint32_t log = 0;  // of the group's threads
-    while ((1u << log) < quads && log < 5) ++log;
+    uint32_t log = 0;  // of the group's threads: enough groups for all experts, if there can be
+    while ((block.experts << (log + 1)) <= block.threads() && (1u << log) < quads && log < 5) ++log;
     const uint32_t index = block.thread & ((1u << log) - 1);
 #pragma unroll 1
     for (uint32_t first = 0; first < block.experts; first += block.threads() >> log) {
         const uint32_t expert = first + (block.thread >> log);
+        const uint32_t end = expert < block.experts ? quads : 0;
         const uint32_t* counts =
             block.params.arrays.block_counts + static_cast<int64_t>(expert) * block.params.count_stride;
         uint32_t total = 0, before = 0;
 #pragma unroll 1
-        for (uint32_t quad = index; quad < quads && expert < block.experts; quad += 1u << log) {
-            const ptx::Words4 words = ptx::load_global_v4_hint(counts + 4 * quad, ptx::kEvictNormal);
+        for (uint32_t quad = index; quad < end; quad += kAtATime << log) {
+            ptx::Words4 words[kAtATime] = {};
 #pragma unroll
-            for (uint32_t i = 0; i < 4; ++i) {
-                const uint32_t other = 4 * quad + i;
-                if (other < deal.blocks) total += words.word[i];
-                if (other < deal.blocks && other < ptx::block_idx()) before += words.word[i];
+            for (uint32_t i = 0; i < kAtATime; ++i) {
+                const uint32_t at = quad + (i << log);
+                if (at < end) words[i] = ptx::load_global_v4_hint(counts + 4 * at, ptx::kEvictNormal);
+            }
+#pragma unroll
+            for (uint32_t i = 0; i < 4 * kAtATime; ++i) {
+                const uint32_t other = 4 * (quad + (i / 4 << log)) + i % 4;
+                const uint32_t count = other < deal.blocks ? words[i / 4].word[i % 4] : 0;
+                total += count;
+                before += other < ptx::block_idx() ? count : 0;
             }
         }
 #pragma unroll 1
@@ -50,10 +58,6 @@ MOK_DEVICE void sum_block_counts(const Block& block, const Deal& deal) {
 MOK_DEVICE uint32_t chunk_of(const Block& block, uint32_t expert, uint32_t row) {
     return Block::entry(block.shared.chunk, expert) +
            block.params.ring_rows.divide(row - Block::entry(block.shared.begin, expert));
-}
-
-MOK_DEVICE bool is_recompute(const Block& block) {
-    return block.params.shape.sizes.pass == schedule::Pass::kRecompute;
 }
 
 /// One warp: in which chunk each segment starts, and the chunks. The rule is mok::chunk_end's.
@@ -85,7 +89,7 @@ MOK_DEVICE void find_chunks(const Block& block, uint32_t num_rows, bool writes) 
         const bool ends_inside = next <= begin;
         const uint32_t end = ends_inside ? limit : next;
         const bool is_cut = is_inside || ends_inside;
-        const bool has_tasks = chunk == 0 || !is_recompute(block);
+        const bool has_tasks = chunk == 0 || !block.params.is_recompute;
         if (has_tasks && writes && block.lane == 0) {
             block.params.arrays.chunks[chunk] = schedule::Chunk{
                 static_cast<int32_t>(block_rows.divide(begin)), static_cast<int32_t>(block_rows.divide(end)),
@@ -118,9 +122,9 @@ MOK_DEVICE void scan_segments(const Block& block, const Deal& deal) {
         const bool is_expert = expert < block.experts;
         const uint32_t total = is_expert ? Block::entry(block.shared.total, expert) : 0;
         const Divisor& block_rows = block.params.block_rows;
-        const Prefix rows = block_prefix(block, block_rows.divide_up(total) * block_rows.divisor);
+        const Prefix<1> rows = block_prefix<1>(block, {block_rows.divide_up(total) * block_rows.divisor});
         if (is_expert) {
-            const uint32_t begin = before + rows.before;
+            const uint32_t begin = before + rows.before[0];
             Block::set_entry(block.shared.begin, expert, begin);
             Block::set_entry(block.shared.base, expert, Block::entry(block.shared.base, expert) + begin);
             if (writes) {
@@ -128,7 +132,7 @@ MOK_DEVICE void scan_segments(const Block& block, const Deal& deal) {
                 ptx::store_global(arrays.counts + expert, static_cast<int64_t>(total));
             }
         }
-        before += rows.total;
+        before += rows.total[0];
     }
     if (block.thread == 0) {
         Block::set_entry(block.shared.begin, block.experts, before);
@@ -153,19 +157,23 @@ MOK_DEVICE void place_round(const Block& block, const Share& share, uint32_t rou
     const uint32_t top_k = params.top_k.divisor;
     const uint32_t choice = params.top_k.remainder(block.lane);
     const uint32_t token_lane = block.lane - choice;
-    const bool one_chunk = block.word(SharedWord::kChunks) == 1;
-    const uint32_t chunk = one_chunk || !is_route ? 0 : chunk_of(block, expert, row);
     uint32_t index = 0;   // the token's rows before this one,
     uint32_t before = 0;  // those of them in the same chunk,
-    uint32_t count = 0;   // and all its rows there
+    uint32_t count = 1;   // and all its rows there
+    const uint32_t token_routes = ptx::ballot(is_route) >> token_lane & (0xffffffffu >> (32 - top_k));
+    if (ptx::any_lane(is_route && ptx::popcount(token_routes) > 1)) {
+        const bool one_chunk = block.word(SharedWord::kChunks) == 1;
+        const uint32_t chunk = one_chunk || !is_route ? 0 : chunk_of(block, expert, row);
+        count = 0;
 #pragma unroll 2
-    for (uint32_t k = 0; k < top_k; ++k) {
-        const uint32_t other = ptx::shuffle(row, token_lane + k);
-        const uint32_t other_chunk = one_chunk ? 0 : ptx::shuffle(chunk, token_lane + k);
-        const bool is_same = other != kNoRow && other_chunk == chunk;
-        index += other < row ? 1 : 0;
-        before += is_same && other < row ? 1 : 0;
-        count += is_same ? 1 : 0;
+        for (uint32_t k = 0; k < top_k; ++k) {
+            const uint32_t other = ptx::shuffle(row, token_lane + k);
+            const uint32_t other_chunk = one_chunk ? 0 : ptx::shuffle(chunk, token_lane + k);
+            const bool is_same = other != kNoRow && other_chunk == chunk;
+            index += other < row ? 1 : 0;
+            before += is_same && other < row ? 1 : 0;
+            count += is_same ? 1 : 0;
+        }
     }
     if (!is_route) return;
     const PrepareArrays& arrays = params.arrays;

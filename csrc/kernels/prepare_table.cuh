@@ -75,7 +75,7 @@ MOK_DEVICE schedule::Table table_of(const Block& block, uint32_t num_pieces, uin
     table.segment_begin = arrays.segment_begin;
     table.counts = arrays.counts;
     const uint32_t chunks = block.word(SharedWord::kChunks);
-    table.num_chunks = static_cast<int32_t>(is_recompute(block) && chunks > 1 ? 1 : chunks);
+    table.num_chunks = static_cast<int32_t>(params.is_recompute && chunks > 1 ? 1 : chunks);
     table.num_pieces = static_cast<int32_t>(num_pieces);
     table.num_runs = table.num_pieces * params.shape.num_phases;
     table.num_idle = static_cast<int32_t>(num_idle);
@@ -130,19 +130,18 @@ MOK_DEVICE schedule::Table make_table(const Block& block) {
         const uint32_t rest = rows - full * params.ring_rows.divisor;
         const uint32_t own_pieces = full * params.stretch_pieces.divisor + params.piece_rows.divide_up(rest);
         const bool is_idle = is_expert && Block::entry(block.shared.total, expert) == 0;
-        const Prefix piece = block_prefix(block, own_pieces);
-        const Prefix span = block_prefix(block, rows > 0 ? full + 1 : 0);
-        const Prefix idle_expert = block_prefix(block, is_idle ? 1 : 0);
+        const Prefix<3> sums =
+            block_prefix<3>(block, {own_pieces, rows > 0 ? full + 1 : 0, is_idle ? 1u : 0u});
         if (is_expert) {
-            Block::set_entry(block.shared.base, expert, pieces + piece.before);
-            Block::set_entry(block.shared.counters, expert, spans + span.before);
+            Block::set_entry(block.shared.base, expert, pieces + sums.before[0]);
+            Block::set_entry(block.shared.counters, expert, spans + sums.before[1]);
         }
         if (is_idle) {
-            ptx::store_global(arrays.idle_experts + idle + idle_expert.before, static_cast<int32_t>(expert));
+            ptx::store_global(arrays.idle_experts + idle + sums.before[2], static_cast<int32_t>(expert));
         }
-        pieces += piece.total;
-        spans += span.total;
-        idle += idle_expert.total;
+        pieces += sums.total[0];
+        spans += sums.total[1];
+        idle += sums.total[2];
     }
     const schedule::Table table = table_of(block, pieces, idle);
     ptx::sync_block();
@@ -158,6 +157,10 @@ MOK_DEVICE schedule::Table make_table(const Block& block) {
             schedule::Chunk{blocks, blocks, static_cast<int32_t>(block.word(SharedWord::kCuts))};
     }
     ptx::sync_block();
+    // All lines that the searches below step through come to this multiprocessor at once.
+    for (uint32_t index = block.thread; index < pieces; index += block.threads()) {
+        ptx::load_global(&arrays.pieces[index].begin);
+    }
     // With the sentinel: phase 0 of the piece behind the last.
 #pragma unroll 1
     for (uint32_t i = block.thread; i <= static_cast<uint32_t>(table.num_runs); i += block.threads()) {
@@ -178,38 +181,27 @@ MOK_DEVICE schedule::Table make_table(const Block& block) {
 MOK_DEVICE void finish_table(const Block& block, schedule::Table table) {
     const PrepareParams& params = block.params;
     const PrepareArrays& arrays = params.arrays;
-    const uint32_t tiles = block.word(SharedWord::kTaskRows) / kTileRows;
     const uint32_t tiles_per_block = params.block_rows.divisor / kTileRows;
-    // Each thread sums a stretch of tiles; a piece adds those of the stretch in which it begins.
-    const uint32_t per_thread = ceil_div(tiles, block.threads());
-    UnitCount sum{0, 0};
-#pragma unroll 1
-    for (uint32_t i = 0; i < per_thread; ++i) {
-        const uint32_t tile = block.thread * per_thread + i;
-        if (tile < tiles) add(sum, tile_count(block, tile));
-    }
-    ptx::sync_block();  // a block alone has read the sums of pass 3
-    const Prefix units = block_prefix(block, sum.units);
-    const Prefix rows = block_prefix(block, sum.rows);
-    Block::set_entry(block.shared.counters, block.thread, units.before);
-    ptx::sync_block();
+    ptx::sync_block();  // a block alone has used its sums of pass 3
+    const TilePrefix prefix = scan_tiles(block);
 #pragma unroll 1
     for (uint32_t piece = block.thread; piece <= static_cast<uint32_t>(table.num_pieces);
          piece += block.threads()) {
         const uint32_t tile = static_cast<uint32_t>(arrays.pieces[piece].begin) * tiles_per_block;
-        UnitCount before{0, units.total};
-        if (tile < tiles) {
-            const uint32_t stretch = tile / per_thread;
-            before.units = Block::entry(block.shared.counters, stretch);
+        UnitCount before = prefix.all;
+        if (piece < static_cast<uint32_t>(table.num_pieces)) {
+            const uint32_t stretch = tile / prefix.stretch;
+            before = prefix.before(stretch);
 #pragma unroll 1
-            for (uint32_t other = stretch * per_thread; other < tile; ++other) {
+            for (uint32_t other = stretch * prefix.stretch; other < tile; ++other) {
                 add(before, tile_count(block, other));
             }
         }
         ptx::store_global(arrays.unit_begin + piece, static_cast<int32_t>(before.units));
     }
-    if (block.thread == 0)
-        ptx::store_global(arrays.row_begin + units.total, static_cast<int32_t>(rows.total));
+    if (block.thread == 0) {
+        ptx::store_global(arrays.row_begin + prefix.all.units, static_cast<int32_t>(prefix.all.rows));
+    }
     ptx::sync_block();
 #pragma unroll 1
     for (int32_t i = static_cast<int32_t>(block.thread); i <= table.num_runs;
@@ -222,7 +214,7 @@ MOK_DEVICE void finish_table(const Block& block, schedule::Table table) {
         table.num_pulls = run.pull_begin;
         *arrays.table = table;
         *arrays.pulls = schedule::PullUnits{arrays.units, arrays.row_begin, arrays.rows,
-                                            static_cast<int32_t>(units.total)};
+                                            static_cast<int32_t>(prefix.all.units)};
     }
 }
 

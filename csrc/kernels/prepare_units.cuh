@@ -31,23 +31,34 @@ MOK_DEVICE void add(UnitCount& sum, const TileCount& count) {
     for (uint32_t turn = 0; turn < kTurns; ++turn) add(sum, count.of(turn));
 }
 
-/// The sum over the block's threads of the counts of tiles [begin, end). The whole block calls it.
-MOK_DEVICE UnitCount sum_tiles(const Block& block, uint32_t begin, uint32_t end) {
+/// Sums over stretches of tiles, which a block keeps in shared memory.
+struct TilePrefix {
+    uint32_t stretch;  // tiles of one
+    uint32_t units;    // shared: u32 [threads], units of earlier stretches
+    uint32_t rows;     // and the rows that they fill
+    UnitCount all;
+
+    MOK_DEVICE UnitCount before(uint32_t index) const {
+        return UnitCount{Block::entry(rows, index), Block::entry(units, index)};
+    }
+};
+
+/// Each thread sums a stretch. The whole block calls it; the warps' counters are not needed any more.
+MOK_DEVICE TilePrefix scan_tiles(const Block& block) {
+    const uint32_t tiles = block.word(SharedWord::kTaskRows) / kTileRows;
+    const uint32_t stretch = ceil_div(tiles, block.threads());
     UnitCount sum{0, 0};
 #pragma unroll 1
-    for (uint32_t tile = begin + block.thread; tile < end; tile += block.threads()) {
-        add(sum, tile_count(block, tile));
+    for (uint32_t i = 0; i < stretch; ++i) {
+        const uint32_t tile = block.thread * stretch + i;
+        if (tile < tiles) add(sum, tile_count(block, tile));
     }
-    const uint32_t sums = block.shared.warp_sums;
-    const UnitCount in_warp{ptx::reduce_add(sum.rows), ptx::reduce_add(sum.units)};
-    if (block.lane == 0) {
-        Block::set_entry(sums, block.warp, in_warp.rows);
-        Block::set_entry(sums, kPrepareMaxWarps + block.warp, in_warp.units);
-    }
+    const Prefix<2> sums = block_prefix<2>(block, {sum.rows, sum.units});
+    const uint32_t units = block.shared.counters, rows = units + 4 * block.threads();
+    Block::set_entry(rows, block.thread, sums.before[0]);
+    Block::set_entry(units, block.thread, sums.before[1]);
     ptx::sync_block();
-    const bool is_warp = block.lane < block.warps;
-    return UnitCount{ptx::reduce_add(is_warp ? Block::entry(sums, block.lane) : 0),
-                     ptx::reduce_add(is_warp ? Block::entry(sums, kPrepareMaxWarps + block.lane) : 0)};
+    return TilePrefix{stretch, units, rows, UnitCount{sums.total[0], sums.total[1]}};
 }
 
 /// Rows [begin, end) in which units take turns, around a row, and the segment that holds it.
@@ -117,9 +128,8 @@ MOK_DEVICE void write_rows(const Block& block, const RowRecord& record, uint32_t
     }
 }
 
-/// One warp: the plan's rows of a tile, and the units whose first rows lie in it. `base` counts the units of
-/// tiles before `base_tile`, which is not behind this one.
-MOK_DEVICE void write_tile(const Block& block, uint32_t tile, uint32_t base_tile, const UnitCount& base) {
+/// One warp: the plan's rows of a tile, and the units whose first rows lie in it.
+MOK_DEVICE void write_tile(const Block& block, uint32_t tile, const TilePrefix& prefix) {
     const PrepareArrays& arrays = block.params.arrays;
     const uint32_t tile_row = tile * kTileRows, row = tile_row + block.lane;
     const uint64_t words = ptx::load_global(arrays.records + row);  // of padding: anything
@@ -135,14 +145,14 @@ MOK_DEVICE void write_tile(const Block& block, uint32_t tile, uint32_t base_tile
     if (firsts == 0 && !has_zeros) return;
     if (!block.params.pulls_any || tile_row >= block.word(SharedWord::kTaskRows)) return;
 
-    // Sums over the tiles between base_tile and the window, and over the window's: all, and those before
-    // this.
+    // Sums over the tiles from the window's stretch on: those before the window, the window's, and of these
+    // those before this one.
     const uint32_t first = window.begin / kTileRows, end = window.end / kTileRows;
+    const uint32_t stretch = first / prefix.stretch;
     UnitCount before{0, 0};
     uint32_t all[2] = {0, 0}, earlier[kTurns] = {0, 0, 0};
 #pragma unroll 1
-    for (uint32_t other = (base_tile < first ? base_tile : first) + block.lane; other < end;
-         other += ptx::kWarpThreads) {
+    for (uint32_t other = stretch * prefix.stretch + block.lane; other < end; other += ptx::kWarpThreads) {
         const TileCount counts = tile_count(block, other);
         if (other < first) {
             add(before, counts);
@@ -153,12 +163,9 @@ MOK_DEVICE void write_tile(const Block& block, uint32_t tile, uint32_t base_tile
             const PackedCount packed = counts.of(turn);
             if (turn < 2) all[turn] += packed.word;
             if (other < tile) earlier[turn] += packed.word;
-            if (other < base_tile) {
-                before.rows -= packed.rows();
-                before.units -= packed.units();
-            }
         }
     }
+    const UnitCount base = prefix.before(stretch);
     before = UnitCount{base.rows + ptx::reduce_add(before.rows), base.units + ptx::reduce_add(before.units)};
     const PackedCount own{ptx::reduce_add(all[0])}, behind{ptx::reduce_add(all[1])};
     if (has_zeros) write_zeros(block, window, before, own);
@@ -187,17 +194,14 @@ MOK_DEVICE void write_tile(const Block& block, uint32_t tile, uint32_t base_tile
     write_rows(block, record, token, count, place.rows);
 }
 
-/// A block's tiles lie together, and so do a warp's.
+/// Units are many where tokens have their first rows, so neighbouring tiles go to different blocks.
 MOK_DEVICE void write_units(const Block& block, const Deal& deal) {
     const uint32_t tiles = block.word(SharedWord::kRows) / kTileRows;
-    const uint32_t per_warp = ceil_div(tiles, deal.blocks * block.warps);
-    const uint32_t begin = ptx::block_idx() * per_warp * block.warps;
-    if (begin >= tiles) return;
-    const UnitCount base = sum_tiles(block, 0, begin);
-    const uint32_t first = begin + block.warp * per_warp;
+    const TilePrefix prefix = scan_tiles(block);
 #pragma unroll 1
-    for (uint32_t tile = first; tile < first + per_warp && tile < tiles; ++tile) {
-        write_tile(block, tile, begin, base);
+    for (uint32_t tile = ptx::block_idx() + deal.blocks * block.warp; tile < tiles;
+         tile += deal.blocks * block.warps) {
+        write_tile(block, tile, prefix);
     }
 }
 

@@ -156,6 +156,7 @@ void set_sizes(const Preparation& preparation, const Grid& grid, PrepareParams& 
     params.plan = plan;
     params.shape = shape;
     params.pulls_any = pulls_any(shape);
+    params.is_recompute = shape.sizes.pass == schedule::Pass::kRecompute;
     params.zeroes_first = shape.zeroes_padding(0);
     params.zeroes_later = shape.zeroes_padding(1);
     params.slots = static_cast<uint32_t>(plan.max_tokens * plan.top_k);
@@ -244,6 +245,7 @@ schedule::PreparedCall launch_prepare(const Preparation& preparation, const Prep
     params.group = inputs.group;
     params.limits = inputs.limits;
     params.header = inputs.header;
+    params.num_tokens = inputs.header.num_tokens;
     params.topk_ids = inputs.topk_ids;
     params.ids_are_int64 = inputs.ids_are_int64;
     params.ids_offset = inputs.ids_offset;
