@@ -118,6 +118,7 @@ MOK_DEVICE uint32_t most_blocks() {
 /// guessed from the slots as if routes were spread evenly; and a warp for each rank.
 MOK_DEVICE uint32_t wanted_blocks(const Block& block, uint32_t slots, uint32_t rounds) {
     const PrepareParams& params = block.params;
+    if (params.is_cluster) return most_blocks();  // they are there in any case
     const uint32_t cheapest = static_cast<uint32_t>(sqrtf(params.round_cost * static_cast<float>(rounds)));
     uint32_t blocks = ceil_div(rounds, block.warps);
     if (blocks > cheapest) blocks = cheapest;
@@ -149,6 +150,16 @@ MOK_DEVICE uint32_t num_tokens_of(const Block& block, uint32_t rank) {
     if (block.ranks > 1) tokens = ptx::load_global(&call_header(params.group, rank)->num_tokens);
     const int64_t most = params.plan.max_tokens;
     return static_cast<uint32_t>(tokens < 0 ? 0 : tokens > most ? most : tokens);
+}
+
+/// One warp: all lines of the parameters come to this multiprocessor while others deal.
+MOK_DEVICE void touch_parameters(const Block& block) {
+    constexpr uint32_t kLineWords = 16;
+    const auto* words = reinterpret_cast<const uint32_t*>(&block.params);
+    uint32_t sum = 0;
+#pragma unroll 4
+    for (uint32_t word = 0; word < sizeof(PrepareParams) / 4; word += kLineWords) sum += words[word];
+    if (block.lane == 0) block.set_word(SharedWord::kTouched, sum);
 }
 
 /// Reads the ranks' token counts and deals their rounds: in the order (source rank, slot), contiguous ones to

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "csrc/kernels/publish_params.h"
 #include "csrc/layout/divisor.h"
 #include "csrc/layout/peer_record.h"
 #include "csrc/layout/plan.h"
@@ -12,6 +13,8 @@
 namespace mok {
 
 inline constexpr uint32_t kPrepareMaxWarps = 32;
+inline constexpr uint32_t kPrepareCluster =
+    8;  // blocks of a grid that is one cluster: what every chip can do
 inline constexpr int32_t kPrepareMaxTopK = 32;  // the routes of a token lie in the lanes of one warp
 inline constexpr uint32_t kTileRows = 32;       // rows of the plan that one warp turns into pull units
 
@@ -123,7 +126,7 @@ struct PrepareParams {
     PeerGroup group;
     ptx::WaitLimits limits;
     PlanShape plan;
-    int64_t num_tokens;     // of this rank; equal to header's
+    int64_t num_tokens;     // of this rank; equal to the header's
     const void* topk_ids;   // one rank: [T, K]; several: unused, the published ids are read
     int64_t ids_offset;     // of the published ids in every window
     uint32_t* barrier;      // grid_barrier's word
@@ -143,6 +146,8 @@ struct PrepareParams {
     Divisor piece_rows;  // of a whole piece, window and ring stretch
     Divisor window_rows;
     Divisor stretch_pieces;  // pieces of a stretch as long as the ring
+    bool is_cluster;         // the grid is one cluster, which meets by its own barrier
+    bool publishes;          // this kernel publishes and meets the peers itself; of a cluster
     bool ids_are_int64;
     bool is_recompute;
     bool pulls_any;     // some run of the pass fetches rows
@@ -155,7 +160,7 @@ struct PrepareParams {
     int64_t own_x_stride;  // bytes
     int64_t own_dout_stride;
     int64_t shared_tasks;  // Table::num_shared_tasks
-    CallHeader header;     // of this rank
+    Published published;   // several ranks; one rank: the header alone
     schedule::ScheduleShape shape;
 };
 
@@ -171,7 +176,7 @@ struct PrepareShared {
     uint32_t chunk;      // u32 [E_local]: the chunk in which the segment starts
     uint32_t warp_sums;  // u32 [kMostSums, kPrepareMaxWarps]
     uint32_t counters;   // u32 [warps, E_local]; in the table's block then [E_local] spans of earlier
-                        // segments; at last [2, threads] units of earlier tiles, and the rows that they fill
+                         // segments; at last [2, threads] units of earlier tiles, and the rows that they fill
     uint32_t bytes;
 };
 
@@ -186,6 +191,7 @@ enum class SharedWord : uint32_t {
     kTaskRows,   // those that have tasks: recompute has none behind the first chunk
     kChunks,     // of all rows
     kCuts,       // stretches of cut segments that have tasks
+    kTouched,    // nobody reads it
     kCount,
 };
 

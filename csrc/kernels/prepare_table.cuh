@@ -11,7 +11,7 @@ namespace mok::prepare {
 /// everyone. One warp calls it. What differs ends the workspace: every later kernel leaves at once.
 MOK_DEVICE void compare_headers(const Block& block) {
     const PrepareParams& params = block.params;
-    const auto* ours = reinterpret_cast<const int64_t*>(&params.header);
+    const auto* ours = reinterpret_cast<const int64_t*>(&params.published.header);
 #pragma unroll 1
     for (uint32_t rank = 0; rank < block.ranks; ++rank) {
         bool differs = false;
@@ -20,7 +20,7 @@ MOK_DEVICE void compare_headers(const Block& block) {
             differs = ptx::load_global(theirs + block.lane) != ours[block.lane];
         }
         if (!ptx::any_lane(differs)) continue;
-        if (block.lane == 0) report_mismatch(params.group, rank, params.header);
+        if (block.lane == 0) report_mismatch(params.group, rank, params.published.header);
         return;
     }
 }

@@ -11,29 +11,11 @@
 #pragma once
 
 #include "csrc/comm/device/peer_barrier.cuh"
+#include "csrc/kernels/publish_params.h"
 
 namespace mok {
 
 inline constexpr uint32_t kPublishThreads = 512;
-
-/// Rows to copy into the window; 16-byte aligned, sizes and strides multiples of 16.
-struct PublishedRows {
-    const char* from;  // nullptr: nothing to copy
-    char* to;
-    int64_t from_stride;  // bytes
-    int64_t row_bytes;    // and stride of `to`
-};
-
-struct PublishParams {
-    PeerGroup group;
-    CallHeader header;
-    const void* topk_ids;  // [T, K]
-    bool ids_are_int64;
-    int32_t num_experts;
-    int64_t num_slots;  // T * K
-    int32_t* ids;       // in the window
-    PublishedRows x, dout;
-};
 
 namespace publish_detail {
 
@@ -71,25 +53,29 @@ MOK_DEVICE void copy_rows(const PublishedRows& rows, int64_t num_rows, int64_t f
 
 }  // namespace publish_detail
 
+/// Everything of `inputs` into this rank's window, by the threads first, first + step, ... of a grid.
+MOK_DEVICE void publish_inputs(const PeerGroup& group, const Published& inputs, int64_t first, int64_t step) {
+    for (int64_t slot = first; slot < inputs.num_slots; slot += step) {
+        const int64_t id = inputs.ids_are_int64
+                               ? ptx::load_global(static_cast<const int64_t*>(inputs.topk_ids) + slot)
+                               : ptx::load_global(static_cast<const int32_t*>(inputs.topk_ids) + slot);
+        ptx::store_global(inputs.ids + slot, normalized_expert(id, inputs.num_experts));
+    }
+    if (first < kHeaderWords) {
+        const auto* words = reinterpret_cast<const int64_t*>(&inputs.header);
+        auto* header = reinterpret_cast<int64_t*>(call_header(group, static_cast<uint32_t>(group.rank)));
+        ptx::store_global(header + first, words[first]);
+    }
+    publish_detail::copy_rows(inputs.x, inputs.header.num_tokens, first, step);
+    publish_detail::copy_rows(inputs.dout, inputs.header.num_tokens, first, step);
+}
+
 __global__ void __launch_bounds__(kPublishThreads)
     publish_kernel(const __grid_constant__ PublishParams params) {
     const uint32_t thread = ptx::thread_idx();
-    const int64_t first = static_cast<int64_t>(ptx::block_idx()) * kPublishThreads + thread;
-    const int64_t step = static_cast<int64_t>(ptx::num_blocks()) * kPublishThreads;
-    for (int64_t slot = first; slot < params.num_slots; slot += step) {
-        const int64_t id = params.ids_are_int64
-                               ? ptx::load_global(static_cast<const int64_t*>(params.topk_ids) + slot)
-                               : ptx::load_global(static_cast<const int32_t*>(params.topk_ids) + slot);
-        ptx::store_global(params.ids + slot, normalized_expert(id, params.num_experts));
-    }
-    if (first < kHeaderWords) {
-        const auto* words = reinterpret_cast<const int64_t*>(&params.header);
-        auto* header =
-            reinterpret_cast<int64_t*>(call_header(params.group, static_cast<uint32_t>(params.group.rank)));
-        ptx::store_global(header + first, words[first]);
-    }
-    publish_detail::copy_rows(params.x, params.header.num_tokens, first, step);
-    publish_detail::copy_rows(params.dout, params.header.num_tokens, first, step);
+    publish_inputs(params.group, params.inputs,
+                   static_cast<int64_t>(ptx::block_idx()) * kPublishThreads + thread,
+                   static_cast<int64_t>(ptx::num_blocks()) * kPublishThreads);
 
     ptx::sync_block();
     DeviceState* state = device_state(params.group);

@@ -168,7 +168,7 @@ schedule::PreparedCall DeviceCall::prepare(const Preparation& preparation, const
             publish_rows(own_x_, header.num_tokens, row_bytes, workspace_.layout.x, inputs.header.x_offset);
         const StagedRows dout = publish_rows(own_dout_, header.num_tokens, row_bytes, workspace_.layout.dout,
                                              inputs.header.dout_offset);
-        launch_publish(preparation, inputs, x, dout, stream_);
+        return launch_publish_and_prepare(preparation, inputs, x, dout, memory, stream_, times);
     }
     return launch_prepare(preparation, inputs, memory, stream_, times);
 }

@@ -59,6 +59,7 @@ uint32_t count_stride(uint32_t blocks) {
 struct Grid {
     uint32_t warps;
     uint32_t blocks;
+    bool is_cluster;
 };
 
 Grid grid_of(const Preparation& preparation) {
@@ -75,12 +76,18 @@ Grid grid_of(const Preparation& preparation) {
     if (preparation.most_blocks > 0) most = std::min<int64_t>(most, preparation.most_blocks);
     // A warp's rounds are of one rank; the table takes a block of its own.
     const int64_t tiles = worst_case_rows(plan) / kTileRows;
+    // A round and a few tiles for each warp of a cluster: its barriers are worth more than further blocks.
+    constexpr int64_t kClusterParts = kPrepareCluster - 1, kClusterTiles = 4;
+    if (most >= kPrepareCluster && plan.num_ranks * most_rounds(plan) <= kClusterParts * warps &&
+        tiles <= kClusterTiles * kClusterParts * warps && plan.num_ranks <= kClusterParts * warps) {
+        return {static_cast<uint32_t>(warps), kPrepareCluster, true};
+    }
     const int64_t rounds = plan.num_ranks * most_rounds(plan);
     const int64_t wanted = ceil_div(std::max<int64_t>({rounds, tiles, plan.num_ranks, 1}), warps) + 1;
     const int64_t blocks = std::min(most, wanted);
     MOK_CHECK(std::max<int64_t>(blocks - 1, 1) * warps >= plan.num_ranks, "the preparation of a call has ",
               most, " multiprocessors for ", plan.num_ranks, " ranks: give it more.");
-    return {static_cast<uint32_t>(warps), static_cast<uint32_t>(blocks)};
+    return {static_cast<uint32_t>(warps), static_cast<uint32_t>(blocks), false};
 }
 
 /// Places arrays one behind the other.
@@ -183,7 +190,7 @@ void set_sizes(const Preparation& preparation, const Grid& grid, PrepareParams& 
     params.stretch_pieces = divisor(ceil_div(ring, piece));
 }
 
-PublishedRows published(const StagedRows& rows, const PeerGroup& group) {
+PublishedRows published_rows(const StagedRows& rows, const PeerGroup& group) {
     PublishedRows result{};
     result.from = static_cast<const char*>(rows.from);
     result.to = group.window + rows.to_offset;
@@ -192,59 +199,42 @@ PublishedRows published(const StagedRows& rows, const PeerGroup& group) {
     return result;
 }
 
-}  // namespace
-
-void load_prepare_kernels() {
-    load_kernel("loading mok's publishing kernel", publish_kernel);
-    load_kernel("loading mok's preparation kernel", prepare_kernel);
+/// All but the staged rows.
+Published published_by(const Preparation& preparation, const PreparationInputs& inputs) {
+    Published published{};
+    published.header = inputs.header;
+    published.topk_ids = inputs.topk_ids;
+    published.ids_are_int64 = inputs.ids_are_int64;
+    published.num_experts = preparation.plan.num_experts;
+    published.num_slots = inputs.header.num_tokens * preparation.plan.top_k;
+    published.ids = reinterpret_cast<int32_t*>(inputs.group.window + inputs.ids_offset);
+    return published;
 }
 
-void launch_publish(const Preparation& preparation, const PreparationInputs& inputs, const StagedRows& x,
-                    const StagedRows& dout, void* stream) {
-    PublishParams params{};
-    params.group = inputs.group;
-    params.header = inputs.header;
-    params.topk_ids = inputs.topk_ids;
-    params.ids_are_int64 = inputs.ids_are_int64;
-    params.num_experts = preparation.plan.num_experts;
-    params.num_slots = inputs.header.num_tokens * preparation.plan.top_k;
-    params.ids = reinterpret_cast<int32_t*>(inputs.group.window + inputs.ids_offset);
-    params.x = published(x, inputs.group);
-    params.dout = published(dout, inputs.group);
-    constexpr int64_t kIdsPerThread = 4, kWordsPerThread = 16;
-    int64_t threads = ceil_div(params.num_slots, kIdsPerThread);
-    for (const StagedRows* rows : {&x, &dout}) {
-        if (rows->from == nullptr) continue;
-        const int64_t words = inputs.header.num_tokens * rows->row_bytes / 16;
-        threads = std::max(threads, ceil_div(words, kWordsPerThread));
-    }
+void launch_publish(const Preparation& preparation, const PeerGroup& group, const Published& published,
+                    int64_t staged_bytes, void* stream) {
+    constexpr int64_t kIdsPerThread = 4, kBytesPerThread = 256;
+    const int64_t threads =
+        std::max(ceil_div(published.num_slots, kIdsPerThread), ceil_div(staged_bytes, kBytesPerThread));
     int64_t most = 2 * int64_t{num_multiprocessors()};
     if (preparation.most_blocks > 0) most = preparation.most_blocks;
     const int64_t blocks = std::clamp<int64_t>(ceil_div<int64_t>(threads, kPublishThreads), 1, most);
     launch("mok's publishing kernel", publish_kernel, {static_cast<uint32_t>(blocks), kPublishThreads},
-           stream, params);
+           stream, PublishParams{group, published});
 }
 
-int64_t preparation_bytes(const Preparation& preparation) {
-    int64_t bytes = 0;
-    place_arrays(preparation, nullptr, &bytes);
-    return bytes;
-}
-
-int64_t preparation_stamps(const Preparation& preparation) {
-    return int64_t{grid_of(preparation).blocks} * kPrepareStamps;
-}
-
-schedule::PreparedCall launch_prepare(const Preparation& preparation, const PreparationInputs& inputs,
-                                      void* scratch, void* stream, uint64_t* times) {
-    const Grid grid = grid_of(preparation);
+schedule::PreparedCall launch_kernel(const Preparation& preparation, const PreparationInputs& inputs,
+                                     const Grid& grid, const Published& published, bool publishes,
+                                     void* scratch, void* stream, uint64_t* times) {
     const bool alone = preparation.plan.num_ranks == 1;
     PrepareParams params{};
     set_sizes(preparation, grid, params);
     params.arrays = place_arrays(preparation, scratch, nullptr);
     params.group = inputs.group;
     params.limits = inputs.limits;
-    params.header = inputs.header;
+    params.published = published;
+    params.publishes = publishes;
+    params.is_cluster = grid.is_cluster;
     params.num_tokens = inputs.header.num_tokens;
     params.topk_ids = inputs.topk_ids;
     params.ids_are_int64 = inputs.ids_are_int64;
@@ -259,7 +249,8 @@ schedule::PreparedCall launch_prepare(const Preparation& preparation, const Prep
     LaunchShape shape{grid.blocks, grid.warps * ptx::kWarpThreads};
     shape.shared_bytes =
         prepare_shared(preparation.plan.num_ranks, preparation.plan.num_local_experts(), grid.warps).bytes;
-    shape.cooperative = grid.blocks > 1;
+    shape.cooperative = grid.blocks > 1 && !grid.is_cluster;
+    if (grid.is_cluster) shape.cluster = grid.blocks;
     launch("mok's preparation kernel", prepare_kernel, shape, stream, params);
 
     const PrepareArrays& arrays = params.arrays;
@@ -275,6 +266,48 @@ schedule::PreparedCall launch_prepare(const Preparation& preparation, const Prep
     call.task_claim = arrays.claims;
     call.pull_claim = arrays.claims + kClaimStride;
     return call;
+}
+
+}  // namespace
+
+void load_prepare_kernels() {
+    load_kernel("loading mok's publishing kernel", publish_kernel);
+    load_kernel("loading mok's preparation kernel", prepare_kernel);
+}
+
+int64_t preparation_bytes(const Preparation& preparation) {
+    int64_t bytes = 0;
+    place_arrays(preparation, nullptr, &bytes);
+    return bytes;
+}
+
+int64_t preparation_stamps(const Preparation& preparation) {
+    return int64_t{grid_of(preparation).blocks} * kPrepareStamps;
+}
+
+schedule::PreparedCall launch_prepare(const Preparation& preparation, const PreparationInputs& inputs,
+                                      void* scratch, void* stream, uint64_t* times) {
+    return launch_kernel(preparation, inputs, grid_of(preparation), published_by(preparation, inputs), false,
+                         scratch, stream, times);
+}
+
+schedule::PreparedCall launch_publish_and_prepare(const Preparation& preparation,
+                                                  const PreparationInputs& inputs, const StagedRows& x,
+                                                  const StagedRows& dout, void* scratch, void* stream,
+                                                  uint64_t* times) {
+    const Grid grid = grid_of(preparation);
+    Published published = published_by(preparation, inputs);
+    published.x = published_rows(x, inputs.group);
+    published.dout = published_rows(dout, inputs.group);
+    // A cluster copies some MB about as fast as a launch takes.
+    constexpr int64_t kMostClusterBytes = 4 << 20;
+    int64_t bytes = 0;
+    for (const StagedRows* rows : {&x, &dout}) {
+        if (rows->from != nullptr) bytes += inputs.header.num_tokens * rows->row_bytes;
+    }
+    const bool publishes = grid.is_cluster && bytes <= kMostClusterBytes;
+    if (!publishes) launch_publish(preparation, inputs.group, published, bytes, stream);
+    return launch_kernel(preparation, inputs, grid, published, publishes, scratch, stream, times);
 }
 
 }  // namespace mok::launch

@@ -43,11 +43,6 @@ struct StagedRows {
     int64_t to_offset;  // in the window
 };
 
-/// Several ranks: this rank's ids, header and staged rows become visible to the peers, and theirs to it.
-/// Launches on `stream` (a cudaStream_t) and returns at once. Throws CudaError.
-void launch_publish(const Preparation& preparation, const PreparationInputs& inputs, const StagedRows& x,
-                    const StagedRows& dout, void* stream);
-
 /// Makes the kernels below resident on the current device, as load_peer_kernels does.
 void load_prepare_kernels();
 
@@ -58,10 +53,17 @@ int64_t preparation_bytes(const Preparation& preparation);
 int64_t preparation_stamps(const Preparation& preparation);
 
 /// Plan, table, pull units, zeroed counters, from the ids that all ranks have published (one rank: from its
-/// own). Behind launch_publish on `stream`; returns at once; right under graph capture and replay for any
-/// routing. `times`: device memory for preparation_stamps, or nullptr. Throws std::invalid_argument where the
-/// shape does not fit, and CudaError.
+/// own). On `stream` (a cudaStream_t); returns at once; right under graph capture and replay for any routing.
+/// `times`: device memory for preparation_stamps, or nullptr. Throws std::invalid_argument where the shape
+/// does not fit, and CudaError.
 schedule::PreparedCall launch_prepare(const Preparation& preparation, const PreparationInputs& inputs,
                                       void* scratch, void* stream, uint64_t* times = nullptr);
+
+/// Several ranks: the same, but first this rank's ids, header and staged rows become visible to the peers,
+/// and theirs to it.
+schedule::PreparedCall launch_publish_and_prepare(const Preparation& preparation,
+                                                  const PreparationInputs& inputs, const StagedRows& x,
+                                                  const StagedRows& dout, void* scratch, void* stream,
+                                                  uint64_t* times = nullptr);
 
 }  // namespace mok::launch

@@ -110,8 +110,10 @@ class PreparationRun {
                                          static_cast<size_t>(launch::preparation_bytes(preparation)), rank);
         launch::EmulatorStream& stream = session_.stream(rank);
         for (int32_t call = 0; call < argument_.calls; ++call) {
-            if (num_ranks_ > 1) launch::launch_publish(preparation, inputs, x, {}, &stream);
-            prepared_.push_back(launch::launch_prepare(preparation, inputs, scratch, &stream));
+            prepared_.push_back(
+                num_ranks_ > 1
+                    ? launch::launch_publish_and_prepare(preparation, inputs, x, {}, scratch, &stream)
+                    : launch::launch_prepare(preparation, inputs, scratch, &stream));
             if (num_ranks_ > 1) launch::launch_peer_barrier(inputs.group, PeerPhase::kOutputs, &stream);
         }
     }
