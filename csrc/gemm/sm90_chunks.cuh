@@ -29,6 +29,9 @@ MOK_DEVICE uint32_t float_box(const Shared& shared, uint32_t stage, uint32_t par
     return stage_box(shared, stage, 2 * part);
 }
 
+/// As kClaimAheadSteps, for tasks whose waits are for many counters.
+inline constexpr int32_t kClaimAheadStages = 12;
+
 /// The loader's way through a task's stages.
 struct StageFiller {
     const Shared& shared;
@@ -38,7 +41,7 @@ struct StageFiller {
 
     /// Before a task of so many stages: the next one is claimed some steps before its end.
     MOK_DEVICE void begin_task(int32_t stages) {
-        until_claim = stages > kClaimAheadSteps ? stages - kClaimAheadSteps : 0;
+        until_claim = stages > kClaimAheadStages ? stages - kClaimAheadStages : 0;
         if (stages == 0) ptx::mbar_arrive(shared.claim());
     }
     /// The next stage is free and expects `bytes` on full(); false when the time is up.

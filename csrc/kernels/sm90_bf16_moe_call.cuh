@@ -78,51 +78,16 @@ MOK_DEVICE int32_t find_run(const schedule::Table& table, int64_t index, int32_t
 // ---- counters
 
 /// One value of a counter.
-MOK_DEVICE uint32_t* counter_address(const MoeCallParams& params, Counter counter, int32_t index) {
-    const schedule::Table& table = *params.call.table;
+MOK_DEVICE uint32_t* counter_address(const MoeCallParams& params, const schedule::Table& table,
+                                     Counter counter, int32_t index) {
     int64_t begin = static_cast<int32_t>(counter < Counter::kSpanRead ? counter : Counter::kSpanRead) *
                     schedule::counter_size(params.shape, table, Counter::kX);
     if (counter == Counter::kAccumulator) begin += table.num_spans();
     return params.call.counters + begin + index;
 }
 
-/// The value that one counter of a task's wait must reach.
-MOK_DEVICE int32_t wait_target(const MoeCallParams& params, const schedule::Task& task,
-                               const schedule::Wait& wait, int32_t index) {
-    if (wait.target != schedule::kFinal) return wait.target;
-    const schedule::ScheduleShape& shape = params.shape;
-    const schedule::Table& table = *params.call.table;
-    const int32_t block = index - schedule::counter_block(shape, task.shared, 0);
-    if (block >= task.begin && block < task.end) {  // the task's own rows: nothing to search
-        return schedule::block_final_value(shape, table, wait.counter, task.shared, task.expert, task.chunk,
-                                           block);
-    }
-    return schedule::final_value(shape, table, wait.counter, index);
-}
-
-/// The whole warp, 32 counters at a time. Returns the counter that was last found short, -1 if none was.
-template <bool kBackward>
-MOK_DEVICE int32_t wait_for_operands(const MoeCallParams& params, const schedule::Task& task, uint32_t lane,
-                                     ptx::Deadline& deadline) {
-    schedule::Wait waits[schedule::kMaxWaits];
-    if (params.shape.backward() != kBackward) __builtin_unreachable();  // leaves out the other pass's waits
-    const int32_t num_waits = schedule::task_waits(params.shape, task, waits);
-    int32_t waited_for = -1;
-    for (int32_t i = 0; i < num_waits; ++i) {
-        const schedule::Wait& wait = waits[i];
-        for (int32_t first = wait.first; first < wait.last; first += ptx::kWarpThreads) {
-            const int32_t index = first + static_cast<int32_t>(lane);
-            bool is_short = false;
-            if (index < wait.last) {
-                const uint32_t* counter = counter_address(params, wait.counter, index);
-                const uint32_t target = static_cast<uint32_t>(wait_target(params, task, wait, index));
-                is_short = ptx::ld_acquire_gpu(counter) < target;
-                if (is_short) ptx::wait_reached_acquire_gpu(counter, target, deadline);
-            }
-            if (ptx::any_lane(is_short)) waited_for = static_cast<int32_t>(wait.counter);
-        }
-    }
-    return waited_for;
+MOK_DEVICE uint32_t* counter_address(const MoeCallParams& params, Counter counter, int32_t index) {
+    return counter_address(params, *params.call.table, counter, index);
 }
 
 // ---- where the rows of a task come from and go to
