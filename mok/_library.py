@@ -121,7 +121,13 @@ def _backward(grad_output, *args):
     return run(
         settings,
         prepare(tensors, settings, empty_backward),
-        lambda results: torch.ops.mok.moe_backward_out(grad_output, *args, False, results),
+        lambda results: torch.ops.mok.moe_backward_out(
+            grad_output,
+            *_kernels.as_kernels_take_them(tensors),
+            *args[_NUM_TENSORS:],
+            False,
+            results,
+        ),
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mok import _kernels
 from mok._library import prepare, run
 from mok.shapes import (
     GRADIENT_ORDER,
@@ -116,11 +117,17 @@ class _MainGradMoE(torch.autograd.Function):
             return results
 
         grad_output = grad_output.contiguous()
+        tensors = LayerTensors(*args)
         results = run(
             settings,
-            prepare(LayerTensors(*args), settings, make),
+            prepare(tensors, settings, make),
             lambda results: torch.ops.mok.moe_backward_out(
-                grad_output, *args, saved, *settings.in_order(), True, results
+                grad_output,
+                *_kernels.as_kernels_take_them(tensors),
+                saved,
+                *settings.in_order(),
+                True,
+                results,
             ),
         )
         for name, gradient in zip(GRADIENT_ORDER, results, strict=True):
