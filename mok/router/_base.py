@@ -82,9 +82,9 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if not 1 <= top_k <= num_experts:
+        if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
             raise ValueError(
-                f"top_k is {top_k}: it must be between 1 and num_experts ({num_experts})"
+                f"top_k is {top_k!r}: it must be between 1 and num_experts ({num_experts})"
             )
         if score_before_experts:
             raise ValueError(
@@ -130,7 +130,11 @@ class Router(nn.Module):
             x_TH: tokens, any floating dtype.
             topk_ids_TK: expert ids [T, K] to use instead of the router's own choice, int32 or
                 int64; ids outside 0..E-1 are no routes and get weight 0.
+
+        Raises:
+            ValueError, TypeError: for tokens or ids of another shape or dtype.
         """
+        self._check(x_TH, topk_ids_TK)
         dtype = torch.promote_types(x_TH.dtype, torch.float32)
         with no_autocast(x_TH):
             bias_E = None if self.bias is None else self.bias.to(dtype)
@@ -144,6 +148,25 @@ class Router(nn.Module):
                 ids_TK = torch.where(is_route_TK, topk_ids_TK, 0).long()
                 weights_TK = self.weigh(scores_TE.gather(1, ids_TK), is_route_TK)
         return RouterOutput(topk_ids_TK, weights_TK, probabilities_TE, logits_TE)
+
+    def _check(self, x_TH, topk_ids_TK):
+        if x_TH.dim() != 2 or x_TH.shape[1] != self.hidden_size:
+            raise ValueError(
+                f"x has shape {tuple(x_TH.shape)}: it must be [T, {self.hidden_size}], so flatten "
+                "what is before its last dimension"
+            )
+        if topk_ids_TK is None:
+            return
+        if topk_ids_TK.dtype not in (torch.int32, torch.int64):
+            raise TypeError(
+                f"topk_ids is {topk_ids_TK.dtype}: expert ids are torch.int32 or torch.int64"
+            )
+        # gather would take fewer ids than tokens, and weigh them by the first tokens' scores.
+        if topk_ids_TK.shape != (x_TH.shape[0], self.top_k):
+            raise ValueError(
+                f"topk_ids has shape {tuple(topk_ids_TK.shape)}: a routing that is replayed for "
+                f"these tokens must be ({x_TH.shape[0]}, {self.top_k})"
+            )
 
     def extra_repr(self) -> str:
         text = f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}"

@@ -187,7 +187,19 @@ class SigmoidTopKRouter(Router):
             rate: the step (gamma of DeepSeek-V3).
             group: sum the counts over these ranks first; all that have this router's parameters, so
                 that their biases stay equal.
+
+        Raises:
+            ValueError, TypeError: for counts of another shape, or that are no integers.
         """
+        if counts_E.shape != (self.num_experts,):
+            raise ValueError(
+                f"counts has shape {tuple(counts_E.shape)}: it must be ({self.num_experts},), one "
+                "count per expert"
+            )
+        if counts_E.is_floating_point():
+            raise TypeError(
+                f"counts is {counts_E.dtype}: pass numbers of routes as integers, not fractions"
+            )
         counts_E = counts_E.to(device=self.expert_bias.device, dtype=torch.int64)
         if group is not None:
             counts_E = counts_E.clone()

@@ -21,6 +21,7 @@ from mok.router._base import RouterOutput, no_autocast
 def expert_counts(topk_ids_TK: Tensor, num_experts: int, mask_T: Tensor | None = None) -> Tensor:
     """How many routes each expert gets, int64 [E]; ids outside 0..E-1 and masked tokens do not
     count. For `SigmoidTopKRouter.update_expert_bias` and for looking at the load."""
+    _check_tokens("mask", mask_T, topk_ids_TK.shape[0], (torch.bool,))
     is_counted_TK = (topk_ids_TK >= 0) & (topk_ids_TK < num_experts)
     if mask_T is not None:
         is_counted_TK = is_counted_TK & mask_T[:, None]
@@ -96,11 +97,16 @@ def sequence_load_balancing_loss(
         An FP32 scalar, 0 without sequences. Sequences without tokens count as 0.
 
     Raises:
-        ValueError: if T is no multiple of num_sequences and sequence_ids_T is None.
+        ValueError: if num_sequences is negative, if T is no multiple of it and sequence_ids_T is
+            None, and for another number of sequence ids or mask elements than tokens.
     """
     ids_TK, _, probabilities_TE, _ = router_output
     (num_tokens, num_experts), top_k = probabilities_TE.shape, ids_TK.shape[1]
     device = probabilities_TE.device
+    _check_tokens("mask", mask_T, num_tokens, (torch.bool,))
+    _check_tokens("sequence_ids", sequence_ids_T, num_tokens, (torch.int32, torch.int64))
+    if num_sequences < 0:
+        raise ValueError(f"num_sequences is {num_sequences}: it must not be negative")
     if sequence_ids_T is None:
         if num_tokens % max(num_sequences, 1) or (num_tokens and not num_sequences):
             raise ValueError(
@@ -149,6 +155,7 @@ def z_loss(
         An FP32 scalar, 0 without tokens.
     """
     logits_TE = router_output.logits_TE
+    _check_tokens("mask", mask_T, logits_TE.shape[0], (torch.bool,))
     count = torch.full((1,), logits_TE.shape[0], dtype=torch.int64, device=logits_TE.device)
     if mask_T is not None:
         count = mask_T.sum().reshape(1)
@@ -158,6 +165,23 @@ def z_loss(
         squares_T = torch.where(mask_T, squares_T, 0)
     _, count, num_ranks = _sum_over_ranks(count, count, group)
     return squares_T.sum() * num_ranks / count.clamp(min=1).squeeze(0)
+
+
+def _check_tokens(
+    name: str, values_T: Tensor | None, num_tokens: int, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Raises ValueError or TypeError: a single element would be broadcast to all tokens."""
+    if values_T is None:
+        return
+    if values_T.shape != (num_tokens,):
+        raise ValueError(
+            f"{name} has shape {tuple(values_T.shape)}: it must have one element for each of the "
+            f"router's {num_tokens} tokens, so flatten it"
+        )
+    if values_T.dtype not in dtypes:
+        raise TypeError(
+            f"{name} is {values_T.dtype}: it must be {' or '.join(map(str, dtypes))}, so cast it"
+        )
 
 
 def _sum_over_ranks(counts: Tensor, total: Tensor, group) -> tuple[Tensor, Tensor, int]:

@@ -287,6 +287,34 @@ def test_replay_names_what_does_not_fit():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(2, 2), (5, 2), (3, 3), (3,)])
+def test_a_replayed_routing_has_the_shape_of_the_tokens(kind, shape):
+    with pytest.raises(ValueError, match=r"topk_ids has shape .* must be \(3, 2\)"):
+        kind(16, 6, 2)(torch.randn(3, 16), torch.zeros(shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_and_tokens_of_other_forms_are_refused(kind):
+    router = kind(16, 6, 2)
+    with pytest.raises(TypeError, match=r"topk_ids is torch.float32: expert ids are"):
+        router(torch.randn(3, 16), torch.zeros(3, 2))
+    for shape in ((2, 3, 16), (3, 17), (16,)):
+        with pytest.raises(ValueError, match=r"x has shape .* must be \[T, 16\]"):
+            router(torch.randn(shape))
+    with pytest.raises(ValueError, match=r"top_k is 2\.0"):
+        kind(16, 6, 2.0)
+
+
+def test_counts_that_would_move_the_bias_wrongly_are_refused():
+    router = SigmoidTopKRouter(16, 6, 2)
+    with pytest.raises(ValueError, match=r"counts has shape \(1,\): it must be \(6,\)"):
+        router.update_expert_bias(torch.ones(1, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"counts is torch.float32: pass numbers of routes"):
+        router.update_expert_bias(torch.rand(6))
+    assert not router.expert_bias.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_bitwise_repeatable_and_compiles_without_breaks(kind):
     router = kind(64, 32, 4)
     x_TH = torch.randn(100, 64)

@@ -9,6 +9,7 @@ from mok.router import (
     SigmoidTopKRouter,
     SoftmaxTopKRouter,
     expert_counts,
+    load_balancing_loss,
     sequence_load_balancing_loss,
     z_loss,
 )
@@ -136,3 +137,32 @@ def test_losses_compile_without_breaks(masked):
     x_TH = torch.randn(12, H)
     compiled = torch.compile(job, fullgraph=True, backend="aot_eager")(x_TH)
     torch.testing.assert_close(compiled, job(x_TH))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        load_balancing_loss,
+        z_loss,
+        lambda output, mask: sequence_load_balancing_loss(output, 1, mask_T=mask),
+        lambda output, mask: expert_counts(output.topk_ids_TK, E, mask),
+    ],
+)
+def test_masks_that_do_not_fit_the_tokens_are_refused(loss):
+    output = SoftmaxTopKRouter(H, E, K)(torch.randn(6, H))
+    for shape in ((1,), (5,), (2, 3)):
+        with pytest.raises(ValueError, match=r"mask has shape .* each of the router's 6 tokens"):
+            loss(output, torch.ones(shape, dtype=torch.bool))
+    for dtype in (torch.float32, torch.int64):
+        with pytest.raises(TypeError, match=f"mask is {dtype}: it must be torch.bool"):
+            loss(output, torch.ones(6, dtype=dtype))
+
+
+def test_sequences_that_cannot_be_are_refused():
+    output = SoftmaxTopKRouter(H, E, K)(torch.randn(6, H))
+    with pytest.raises(ValueError, match="num_sequences is -2: it must not be negative"):
+        sequence_load_balancing_loss(output, -2)
+    with pytest.raises(ValueError, match=r"sequence_ids has shape \(5,\)"):
+        sequence_load_balancing_loss(output, 2, sequence_ids_T=torch.zeros(5, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"sequence_ids is torch.float32"):
+        sequence_load_balancing_loss(output, 2, sequence_ids_T=torch.zeros(6))
