@@ -114,6 +114,24 @@ def memory_estimate(
     ):
         if not isinstance(value, int) or value < (name != "max_tokens"):
             raise ValueError(f"{name} is {value!r}: it must be a positive integer")
+    for name, value in (
+        ("ring_rows", ring_rows),
+        ("threads", threads),
+        ("shared_intermediate_size", shared_intermediate_size),
+    ):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} is {value!r}: it must be None or a positive integer")
+    for name, value in (
+        ("hidden_size", hidden_size),
+        ("intermediate_size", intermediate_size),
+        ("shared_intermediate_size", shared_intermediate_size or 8),
+    ):
+        if value % 8:
+            raise ValueError(f"{name} is {value}: it must be a multiple of 8")
+    if top_k > num_experts:
+        raise ValueError(
+            f"top_k is {top_k}: it must be at most the number of experts ({num_experts})"
+        )
     if num_experts % num_ranks:
         raise ValueError(
             f"num_experts is {num_experts}: it must be a multiple of {num_ranks} ranks"

@@ -127,6 +127,13 @@ def test_the_table_lists_everything():
         ({"num_experts": 9}, "num_experts is 9: it must be a multiple of 2 ranks"),
         ({"save": "x"}, "save is 'x'"),
         ({"max_tokens": -1}, "max_tokens is -1"),
+        ({"ring_rows": -5}, "ring_rows is -5: it must be None or a positive integer"),
+        ({"threads": 0}, "threads is 0: it must be None or a positive integer"),
+        ({"shared_intermediate_size": -64}, "shared_intermediate_size is -64"),
+        ({"shared_intermediate_size": 12}, "shared_intermediate_size is 12: .* multiple of 8"),
+        ({"hidden_size": 12}, "hidden_size is 12: it must be a multiple of 8"),
+        ({"intermediate_size": 7}, "intermediate_size is 7: it must be a multiple of 8"),
+        ({"top_k": 9}, r"top_k is 9: it must be at most the number of experts \(8\)"),
     ],
 )
 def test_wrong_sizes_are_named(change, message):
