@@ -96,13 +96,23 @@ def clip_grad_norm_(
     Args:
         model: with any number of `mok.MoELayer`s, also over several groups.
         max_norm: the largest norm that is left.
-        norm_type: p of the norm; float("inf") is the largest element.
+        norm_type: p of the norm, positive; float("inf") is the largest element.
         error_if_nonfinite: raise RuntimeError instead of scaling by a norm that is not finite.
 
     Returns:
-        The norm before clipping, FP32, equal on all ranks.
+        The norm before clipping, FP32, equal on all ranks: also NaN where one rank has one.
+
+    Raises:
+        TypeError, ValueError: for parameters instead of a model, and a norm_type that is no norm.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}: pass the module and not its parameters, since "
+            "its layers know which of them are spread over ranks"
+        )
     norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}: it must be positive, or float('inf')")
     spread = {
         id(parameter): module.group_name
         for _, module in _spread_experts(model)
@@ -118,7 +128,10 @@ def clip_grad_norm_(
         if gradient is not None:
             part.append(_local(gradient))
             gradients.append(_local(gradient))
-    norm = _total_norm(by_place, norm_type)
+    # A rank without gradients takes part in the sums, on the device that its group reduces on.
+    devices = [gradient.device for gradient in gradients]
+    devices += [_local(parameter).device for parameter in model.parameters()]
+    norm = _total_norm(by_place, norm_type, devices[0] if devices else torch.device("cpu"))
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the gradients' norm of order {norm_type} is {norm.item()}: pass "
@@ -130,28 +143,38 @@ def clip_grad_norm_(
     return norm
 
 
-def _total_norm(by_place: dict[tuple, list[Tensor]], norm_type: float) -> Tensor:
+def _total_norm(
+    by_place: dict[tuple, list[Tensor]], norm_type: float, device: torch.device
+) -> Tensor:
     is_max = norm_type == float("inf")
-    operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-    parts = [torch.zeros((), dtype=torch.float64, device=_device_of(by_place))]
+    parts = [torch.zeros((), dtype=torch.float64, device=device)]
     for place, gradients in by_place.items():
         norms = [
-            torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32).double()
+            torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32).double().to(device)
             for gradient in gradients
             if gradient.numel()
         ]
         powers = torch.stack([torch.zeros_like(parts[0]), *norms])
         part = powers.max() if is_max else (powers**norm_type).sum()
         for group in _groups_of(place):
-            dist.all_reduce(part, operation, group=group)
+            part = _largest_of(part, group) if is_max else _sum_of(part, group)
         parts.append(part)
     total = torch.stack(parts)
     return (total.max() if is_max else total.sum() ** (1 / norm_type)).float()
 
 
-def _device_of(by_place: dict[tuple, list[Tensor]]) -> torch.device:
-    gradients = [gradient for part in by_place.values() for gradient in part]
-    return gradients[0].device if gradients else torch.device("cpu")
+def _sum_of(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    dist.all_reduce(value, group=group)
+    return value
+
+
+def _largest_of(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The largest of the ranks' values >= 0, NaN if any is one: collectives' own maximum may leave
+    NaNs out."""
+    is_nan = value.isnan()
+    both = torch.stack([torch.where(is_nan, 0, value), is_nan.to(value.dtype)])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return torch.where(both[1] > 0, torch.nan, both[0])
 
 
 def _place_of(parameter: nn.Parameter, expert_group: str | None) -> tuple:

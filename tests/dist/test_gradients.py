@@ -302,3 +302,33 @@ def clip_details_job(rank, group):
 
 def test_clipping_without_gradients_with_main_grad_and_not_finite():
     run_ranks(2, clip_details_job)
+
+
+def nan_job(rank, group, where, norm_type):
+    """NaN on one rank only."""
+    model = Model(group)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if rank == where:
+        model.first.experts.w_up.grad[0, 0, 0] = torch.nan
+    norm = mok.clip_grad_norm_(model, 1.0, norm_type)
+    assert norm.isnan()
+    with pytest.raises(RuntimeError, match="is nan"):
+        mok.clip_grad_norm_(model, 1.0, norm_type, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("norm_type", [2.0, INFINITY])
+def test_a_nan_of_one_rank_is_in_the_norm_of_all(where, norm_type):
+    run_ranks(2, nan_job, where, norm_type)
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, -INFINITY, float("nan")])
+def test_orders_that_are_no_norm_are_refused(norm_type):
+    with pytest.raises(ValueError, match="norm_type is .*: it must be positive"):
+        mok.clip_grad_norm_(Model(None), 1.0, norm_type)
+
+
+def test_parameters_instead_of_a_model_are_refused():
+    with pytest.raises(TypeError, match="model is a generator: pass the module"):
+        mok.clip_grad_norm_(Model(None).parameters(), 1.0)
