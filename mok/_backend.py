@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mok import _group, _kernels, workspace
 from mok.errors import PeersNotLocalError
+from mok.shapes import BACKENDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +154,10 @@ def explain(
 
     Raises:
         NotImplementedError: if the backend asked for cannot run there.
+        ValueError: for a backend that does not exist.
     """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}: it must be one of {BACKENDS}")
     if layer is not None:
         return choose(layer.requested_backend, layer.experts.w_gate.device.type, layer.group_name)
     num_ranks = 1 if group is None else dist.get_world_size(group)

@@ -295,6 +295,7 @@ def recompute_forward_context(
         *experts, width, hidden = weight.shape
         return weight.new_zeros(width).expand(*experts, hidden, width)
 
+    _check_weights(w_shared_gate, w_shared_up, w_routed_gate, w_routed_up)
     (gate, up), (shared_gate, shared_up) = (
         local_parts(w_routed_gate, w_routed_up),
         local_parts(w_shared_gate, w_shared_up),
@@ -347,12 +348,7 @@ def backward(
 
 
 def _tensors(schedule, x, router_weights, shared, routed) -> LayerTensors:
-    for weight in (*shared, *routed):
-        if weight is not None and not isinstance(weight, Tensor):
-            raise NotImplementedError(
-                f"a weight is a {type(weight).__name__}: quantised weights (MXFP8 values with "
-                "scales) are not in this build; pass torch.bfloat16 or torch.float32 tensors"
-            )
+    _check_weights(*shared, *routed)
     return LayerTensors(
         x.contiguous(),
         schedule.top_experts,
@@ -360,6 +356,15 @@ def _tensors(schedule, x, router_weights, shared, routed) -> LayerTensors:
         *local_parts(*routed),
         **dict(zip(_SHARED, local_parts(*shared), strict=True)),
     )
+
+
+def _check_weights(*weights) -> None:
+    for weight in weights:
+        if weight is not None and not isinstance(weight, Tensor):
+            raise NotImplementedError(
+                f"a weight is a {type(weight).__name__}: quantised weights (MXFP8 values with "
+                "scales) are not in this build; pass torch.bfloat16 or torch.float32 tensors"
+            )
 
 
 def _settings(config, workspace, schedule, tensors, swiglu_limit) -> LayerSettings:

@@ -47,6 +47,11 @@ def test_this_machine_is_well():
     assert text.endswith("nothing is wrong")
 
 
+def test_a_backend_that_does_not_exist_is_not_explained():
+    with pytest.raises(ValueError, match=r"backend is 'megakernels': it must be one of \('auto'"):
+        mok.explain(backend="megakernels")
+
+
 def test_json_has_the_same_findings():
     result = run("doctor", "--json", MOK_TIMEOUT_S="77")
     assert result.returncode == 0, result.stderr

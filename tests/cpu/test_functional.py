@@ -276,3 +276,7 @@ def test_wrong_arguments_are_named():
     args[-1] = (args[-1], args[-1])
     with pytest.raises(NotImplementedError, match="a weight is a tuple: quantised weights"):
         functional.forward(config, workspace, built, *args)
+    x, _, shared_gate, shared_up, _, gate, up, _ = args
+    for weights in ((shared_gate, shared_up, (gate, gate), up), (shared_gate, (up, up), gate, up)):
+        with pytest.raises(NotImplementedError, match="a weight is a tuple: quantised weights"):
+            functional.recompute_forward_context(config, workspace, built, x, *weights)
