@@ -51,13 +51,17 @@ def why_not(dtype: torch.dtype | None, needs_gradients: bool) -> str | None:
 
 
 def as_kernels_take_them(tensors: LayerTensors) -> tuple[Tensor | None, ...]:
-    """The tensors in order, with FP32 weights and biases cast to BF16 and misaligned ones copied.
+    """The tensors in order, with FP32 weights and biases cast to BF16, misaligned ones copied, and
+    an expanded x written out.
 
     CPU tensors are returned as they are.
     """
-    if tensors.x.device.type != "cuda":
+    x = tensors.x
+    if x.device.type != "cuda":
         return tensors.in_order()
     changed = {name: _fit(getattr(tensors, name)) for name in _WEIGHTS}
+    if x.shape[0] > 1 and x.stride(0) < x.shape[1]:
+        changed["x"] = x.contiguous()
     return LayerTensors(**(vars(tensors) | changed)).in_order()
 
 

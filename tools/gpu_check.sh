@@ -86,7 +86,7 @@ fi
 if wanted sanitizer; then
     if command -v compute-sanitizer >/dev/null; then
         # Shapes small enough for tools that slow a kernel down a hundredfold.
-        pick='test_a_ring or named_barrier or bulk or tensor_copies or either_of_two or combination or every_time'
+        pick='test_a_ring or named_barrier or bulk or tensor_copies or either_of_two or combination or every_time or rows_that_are_not_aligned'
         for tool in memcheck racecheck synccheck; do
             run "sanitizer-$tool" 90 env MOK_TESTS_IN_PROCESS=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \
                 "$PYTHON" -m pytest -q --maxfail=8 -p no:cacheprovider tests/gpu -k "$pick"
