@@ -141,6 +141,9 @@ def moe(
     is_collective = _backend.runs_collectively(
         backend, device_type, group_name, name, x_TH.dtype, needs_gradients
     )
+    if device_type == "cuda" and not torch.compiler.is_compiling():
+        # Before any CUDA call: what has ended the workspace says more than a lost context does.
+        workspace.check_if_open(name)
     if ring_rows is None:
         ring_rows = default_ring_rows(num_ranks, num_experts, top_k, max_tokens)
     else:

@@ -126,6 +126,13 @@ def get(name: str) -> Workspace:
     return workspace
 
 
+def check_if_open(name: str) -> None:
+    """`Workspace.check` by name; does nothing if it is not open."""
+    workspace = _open.get(name)
+    if workspace is not None and not workspace.closed:
+        workspace.check()
+
+
 def is_open(name: str) -> bool:
     """Whether this process has created the workspace of this name and not closed it."""
     workspace = _open.get(name)

@@ -10,7 +10,7 @@ import torch
 import mok
 from tests._harness import Died, run_ranks, run_ranks_fresh
 from tests._numerics import SHARED, assert_bitwise_equal, assert_close, make_case
-from tests.gpu._moe import forward, on_gpu, ours
+from tests.gpu._moe import bf16_tensors, forward, on_gpu, ours
 
 pytestmark = pytest.mark.usefixtures("needs_sm90")
 
@@ -81,7 +81,7 @@ def test_gradients_have_the_bits_of_one_rank(num_ranks, starts, save):
 
 def lose_the_last_rank(rank, group, case, starts):
     part = part_of(case, rank, group, starts)
-    options = {"group": group, "max_tokens": 500}
+    options = {"group": group, "max_tokens": 500, "tensors": bf16_tensors(part)}
     forward(part, **options)
     torch.cuda.synchronize()
     if rank == group.size() - 1:
