@@ -33,12 +33,12 @@ struct MoeBackward {
     float* ring_partials;  // [ring_rows, ceil(I / 64)]
     float* ring_weights;   // [ring_rows]: where b_down's gradient is wanted
     float* accumulators;   // gate, up [I, H], down [H, I], b_gate, b_up [I], b_down [H]: where a segment may
-                          // be longer than the ring
-    void* shared_gate;       // [T, J]: saved by forward, or for this pass to fill
-    void* shared_up;         // [T, J]
-    void* shared_dgate;      // [T, J]
-    void* shared_dup;        // [T, J]
-    void* shared_hidden;     // [T, J]
+                           // be longer than the ring
+    void* shared_gate;     // [T, J]: saved by forward, or for this pass to fill
+    void* shared_up;       // [T, J]
+    void* shared_dgate;    // [T, J]
+    void* shared_dup;      // [T, J]
+    void* shared_hidden;   // [T, J]
     float* shared_partials;  // [T, ceil(J / 64)]
 
     // What forward saved of the first chunk; null where the policy saves nothing.

@@ -204,8 +204,7 @@ void bind_workspace(py::module_& module) {
         .def_property_readonly("device", [](const Workspace& self) { return self.heap->device(); })
         .def_property_readonly("window_bytes", [](const Workspace& self) { return self.heap->stride(); })
         .def_property_readonly("fixed_bytes", [](const Workspace& self) { return self.heap->fixed_bytes(); })
-        .def_property_readonly("scratch_bytes",
-                               [](const Workspace& self) { return self.scratch_bytes(); })
+        .def_property_readonly("scratch_bytes", [](const Workspace& self) { return self.scratch_bytes(); })
         .def_property_readonly("arena_in_use",
                                [](const Workspace& self) { return self.heap->arena()->bytes_in_use(); })
         .def("address", [](const Workspace& self) { return self.heap->address(); })

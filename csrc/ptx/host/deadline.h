@@ -92,7 +92,7 @@ MOK_DEVICE bool wait_until(Deadline& deadline, uint64_t expected, const Test& te
     MOK_DEVICE bool wait_reached_acquire_##SCOPE(const T* flag, T target, Deadline& deadline, \
                                                  Site site = Site::current()) {               \
         if (emu::is_left_out("wait_reached_acquire_" #SCOPE, site)) return true;              \
-        emu::begin_wait("wait_reached_acquire_" #SCOPE, site);                                     \
+        emu::begin_wait("wait_reached_acquire_" #SCOPE, site);                                \
         return deadline_detail::wait_until(deadline, target, [&](uint64_t& seen) {            \
             const T value = ld_acquire_##SCOPE(flag, site);                                   \
             seen = value;                                                                     \
