@@ -145,8 +145,19 @@ struct QueuedWgmma {
     bool is_done;
 };
 
+/// The wgmmas of a warpgroup that some of its warps have come to: all four execute the same.
+struct WarpgroupOrder {
+    struct Entry {
+        Wgmma op;
+        uint32_t warps;  // that have come
+    };
+    std::deque<Entry> entries;
+    uint64_t first = 0;  // number of the front entry
+};
+
 struct WgmmaQueue {
     std::deque<QueuedWgmma> ops;
+    uint64_t num_issued = 0;
     uint64_t group = 0;
     bool is_fenced = false;
     bool is_listed = false;
@@ -243,6 +254,7 @@ struct Block {
     std::vector<int16_t> mbarrier_of;  // per 8 bytes; -1: none
     std::deque<Mbarrier> mbarriers;
     std::array<NamedBarrier, 16> named;
+    std::array<WarpgroupOrder, 8> warpgroups;
     uint32_t free_registers = 0;
     std::vector<Warp*> register_waiters;
     std::unordered_map<Thread*, RemoteUse> remote_uses;  // by threads of other blocks

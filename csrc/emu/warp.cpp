@@ -31,7 +31,7 @@ void put(Deposit& deposit, const char* instruction, const void* operands, size_t
                  text("has other operands than lane %u: they must be equal in all lanes", first));
         }
     }
-    std::memcpy(slot, operands, bytes);
+    if (bytes != 0) std::memcpy(slot, operands, bytes);
     deposit.lanes |= 1u << me.lane;
 }
 

@@ -88,6 +88,24 @@ void give_back(Accumulators& accumulators) {
     accumulators.is_in_use = false;
 }
 
+/// The four warps of a warpgroup execute the same operation on the same operands.
+void compare_in_warpgroup(const Warp& warp, uint64_t number, const Wgmma& op) {
+    WarpgroupOrder& order = warp.block->warpgroups[warp.idx / kWarpgroupWarps];
+    const uint64_t place = number - order.first;
+    if (place == order.entries.size()) order.entries.push_back({op, 0});
+    WarpgroupOrder::Entry& entry = order.entries[place];
+    if (std::memcmp(&entry.op, &op, sizeof(op)) != 0) {
+        fail(ErrorKind::kDiverged,
+             text("has other operands than the same wgmma of another warp of its warpgroup: "
+                  "descriptors %#llx, %#llx and %#llx, %#llx",
+                  static_cast<unsigned long long>(op.a), static_cast<unsigned long long>(op.b),
+                  static_cast<unsigned long long>(entry.op.a), static_cast<unsigned long long>(entry.op.b)));
+    }
+    if (++entry.warps < kWarpgroupWarps) return;
+    order.entries.pop_front();
+    ++order.first;
+}
+
 /// All lanes have come: the operation may read its operands from now on.
 void enqueue(const Wgmma& op) {
     Warp& warp = *machine->current->warp;
@@ -99,6 +117,7 @@ void enqueue(const Wgmma& op) {
              "takes accumulators that ordinary code has written since the last wgmma_fence");
     }
     accumulators.is_in_use = true;
+    compare_in_warpgroup(warp, queue.num_issued++, op);
     if (queue.component < 0) queue.component = static_cast<int>(new_component());
     if (queue.record == nullptr) queue.record = &new_record(warp.lanes[0], queue.component);
     SharedRange ranges[2];
@@ -218,6 +237,13 @@ void wgmma_wait(int groups, Site site) {
 }
 
 void check_wgmmas_at_exit(Block& block) {
+    for (size_t i = 0; i < block.warpgroups.size(); ++i) {
+        if (block.warpgroups[i].entries.empty()) continue;
+        fail(ErrorKind::kDiverged,
+             text("ends the block, but only %u of the four warps of warpgroup %zu have come to "
+                  "one of its wgmmas",
+                  block.warpgroups[i].entries.front().warps, i));
+    }
     for (uint32_t i = 0; i < block.num_warps; ++i) {
         const WgmmaQueue* queue = block.warps[i].wgmma.get();
         if (queue == nullptr || (queue->records.empty() && queue->record == nullptr)) continue;

@@ -114,6 +114,9 @@ def expected_outputs(kernel: str, buffers: Buffers, rank: int) -> np.ndarray:
         values = 32 * warp + 5 + 32
         values = values + np.where(warp == 3, values & 1, 0)
         out[:256] = np.where(warp == 1, values - 32, values)
+        thread = np.arange(256)
+        stays = (thread % 32 != 9) & (warp != 5) & (warp != 7)
+        out[512:768] = np.where(stays, thread ^ 64, 0)
     elif kernel == "ranks":
         out[:32] = 10.0 * rank + (1 - rank)
     else:

@@ -9,7 +9,7 @@ namespace lanes {
 
 enum NamedBarrier : uint32_t { kReady = 1, kDone = 2, kAlone = 3 };
 
-constexpr uint32_t kBytes = 2048;
+constexpr uint32_t kBytes = 4096;
 
 /// Warp 0 hands 32 words to warp 1.
 MOK_DEVICE uint32_t hand_over(const Params& p, uint32_t shared, uint32_t warp, uint32_t value) {
@@ -58,6 +58,14 @@ __global__ void lanes_kernel(const __grid_constant__ Params p) {
     if (p.has(Bug::kNamedOnceMore) && warp == 2) ptx::named_barrier_arrive(kReady, 64);
     if (p.has(Bug::kNamedAlone) && warp == 2) ptx::named_barrier_sync(kAlone, 64);
     ptx::store_global(p.out + thread, static_cast<float>(value));
+    // Threads that have left are missed by nobody.
+    if (warp == 5 || lane == 9) return;
+    const uint32_t words = shared + 2048;
+    ptx::store_shared(words + 4 * thread, thread);
+    ptx::sync_block();
+    if (warp == 7) return;
+    ptx::store_global(p.out + 512 + thread,
+                      static_cast<float>(ptx::load_shared<uint32_t>(words + 4 * (thread ^ 64))));
 }
 
 }  // namespace mok::planted
