@@ -163,7 +163,7 @@ void try_end_launch(LaunchState& state) {
     }
     state.end.known.set(static_cast<uint32_t>(state.component), 2);
     for (Stream& stream : m.streams) {
-        if (stream.launches[stream.next] != &state || stream.is_stopped) continue;
+        if (stream.is_stopped || stream.launches[stream.next] != &state) continue;
         if (++stream.next < stream.launches.size()) {
             start_launch(stream);
         } else {
