@@ -1,10 +1,10 @@
 // The prefix table of a call: chunks, pieces and runs, from which a task is decoded by its index.
 //
-// Every entry is a pure function of the plan's segments, so the host fills the table in a loop and a device
-// kernel with one thread per entry:
-//   1. chunks    in order (each needs where the last one ended)
+// Every entry is a pure function of the plan's segments: the host fills the table in a loop, a device kernel
+// with one thread per entry (csrc/kernels/prepare_table.cuh), and tests compare the two.
+//   1. chunks    in order: each needs where the last one ended
 //   2. pieces    pieces_of_segment() counts, a prefix sum places, fill_pieces() writes
-//   3. units     the pull list counts its units per piece (pull_list.h)
+//   3. units     the pull list counts its units per piece (pull.h)
 //   4. runs      place_run() for each (piece, phase); it knows its place. run_pulls() adds what needs units
 #pragma once
 
