@@ -134,6 +134,31 @@ def check_tensor_copy(runner: Runner, case: TensorCopy) -> None:
     np.testing.assert_array_equal(case.decoded(target), expected)
 
 
+def check_sums_round_once(runner: Runner, is_bf16: bool) -> None:
+    """To nearest, ties to even; FP32 takes subnormal numbers as zeros, BF16 keeps them."""
+    width = 64 if is_bf16 else 32
+    case = TensorCopy(
+        *((width, 64, 1), (width, 64, 1), (0, 0, 0)),
+        *((width, 64, 1), (0, 0, 0), 3, is_bf16),
+        mode=REDUCE,
+    )
+    generator = np.random.default_rng(4)
+    source, before = (
+        generator.standard_normal((64, width)) * 2.0 ** generator.integers(-9, 9, (64, width))
+        for _ in range(2)
+    )
+    source[0, :4] = [1e-40, -1e-40, 1.5e-38, np.inf]
+    before[0, :4] = [1.0, -1e-40, -1.4e-38, 1.0]
+    addend, target = case.encoded(source), case.encoded(before)
+    exact = case.decoded(addend).astype(np.float64) + case.decoded(target)
+    expected = case.decoded(case.encoded(exact.astype(np.float32)))
+    if not is_bf16:
+        expected[0, :3] = [1.0, -0.0, 0.0]
+    raw = filled(64 * width * case.element_bytes // 4)
+    runner.run("tma", [addend], case.numbers, [raw, target])
+    np.testing.assert_array_equal(case.decoded(target), expected)
+
+
 def check_cluster(runner: Runner, clusters: int) -> None:
     blocks = 2 * clusters
     tiles = bf16_bits(np.random.default_rng(0).standard_normal((clusters, 64, 64)))
@@ -209,6 +234,8 @@ CASES = (
         Case(f"tensor copy, {name}", check_tensor_copy, (copy,), may_trap=True)
         for name, copy in COPIES.items()
     ),
+    Case("bf16 sums round once", check_sums_round_once, (True,), may_trap=True),
+    Case("fp32 sums round once", check_sums_round_once, (False,), may_trap=True),
     *(
         Case(f"clusters, {clusters}", check_cluster, (clusters,), may_trap=True)
         for clusters in (1, 3)
