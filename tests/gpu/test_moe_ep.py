@@ -86,15 +86,17 @@ def lose_the_last_rank(rank, group, case, starts):
     torch.cuda.synchronize()
     if rank == group.size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.perf_counter()
-    errors = []
+    ends = []
     for _ in range(3):
+        begin = time.perf_counter()
         try:
             forward(part, **options)
             torch.cuda.synchronize()
+            end = ("", "")
         except Exception as error:
-            errors.append((type(error).__name__, str(error)))
-    return errors, time.perf_counter() - begin
+            end = (type(error).__name__, str(error))
+        ends.append((*end, time.perf_counter() - begin))
+    return ends
 
 
 def test_a_killed_peer_is_named(monkeypatch):
@@ -102,10 +104,13 @@ def test_a_killed_peer_is_named(monkeypatch):
     case = make_case(500, 4, 12, 256, 192)
     survivor, lost = run_ranks_fresh(2, lose_the_last_rank, case, (0, 300, 500), timeout=60)
     assert lost == Died(1, signal.SIGKILL, None)
-    errors, seconds = survivor
-    assert seconds < 15
-    assert errors[-1][0] == "PeerTimeoutError", errors
-    assert "rank 1" in errors[-1][1]
+    # The first call's kernel traps when its time is up, and torch reports that first.
+    for kind, text, seconds in survivor[1:]:
+        assert kind == "PeerTimeoutError", survivor
+        assert "rank 1" in text
+        assert seconds < 2
+    assert survivor[0][0], survivor
+    assert survivor[0][2] < 15
 
 
 def refuse_on_the_last_rank(rank, group, case, starts):
