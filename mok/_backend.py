@@ -140,6 +140,7 @@ def explain(
     backend: str = "auto",
     device: torch.device | str = "cpu",
     group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Choice:
     """Which backend a layer's calls take (or calls with these arguments), and why.
 
@@ -149,8 +150,9 @@ def explain(
         print(mok.explain(layer))    # cpu: CPU tensors of one rank
 
     Args:
-        layer: a `mok.MoELayer`; the other arguments are taken from it.
+        layer: a `mok.MoELayer`; all other arguments but dtype are taken from it.
         backend, device, group: as in `mok.moe`.
+        dtype: of x; None is BF16. GPU kernels take no FP32 tokens.
 
     Raises:
         NotImplementedError: if the backend asked for cannot run there.
@@ -159,7 +161,8 @@ def explain(
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}: it must be one of {BACKENDS}")
     if layer is not None:
-        return choose(layer.requested_backend, layer.experts.w_gate.device.type, layer.group_name)
+        device_type = layer.experts.w_gate.device.type
+        return choose(layer.requested_backend, device_type, layer.group_name, dtype=dtype)
     num_ranks = 1 if group is None else dist.get_world_size(group)
     name = group.group_name if num_ranks > 1 else None
-    return choose(backend, torch.device(device).type, name)
+    return choose(backend, torch.device(device).type, name, dtype=dtype)

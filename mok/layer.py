@@ -356,12 +356,18 @@ class MoELayer(nn.Module):
             _group.agree_max_tokens(self._key, self._group_name, 0, reason)
             return
         device = self.experts.w_gate.device
-        if self.backend == "collective":
-            _collective.tell_peers(_group.resolve_group(self._group_name), device, reason)
-            return
         dtype = compute_dtype(x) if isinstance(x, Tensor) else None
         if dtype not in COMPUTE_DTYPES:
             dtype = None
+        # Where the peers are: they make the call that this rank would have made.
+        needs_gradients = torch.is_grad_enabled() and any(
+            parameter.requires_grad for parameter in self.parameters()
+        )
+        call = {"dtype": dtype, "needs_gradients": needs_gradients}
+        choice = _backend.choose(self.requested_backend, device.type, self._group_name, **call)
+        if choice.backend == "collective":
+            _collective.tell_peers(_group.resolve_group(self._group_name), device, reason)
+            return
         sizes = (max_tokens, self.hidden_size, self.top_k)
         _group.abort_call(self._group_name, *sizes, dtype, device, tag, reason)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mok
-from mok import doctor
+from mok import _kernels, doctor
 from mok.__main__ import main
 
 PACKAGE = Path(mok.__file__).parent
@@ -50,6 +50,14 @@ def test_this_machine_is_well():
 def test_a_backend_that_does_not_exist_is_not_explained():
     with pytest.raises(ValueError, match=r"backend is 'megakernels': it must be one of \('auto'"):
         mok.explain(backend="megakernels")
+
+
+def test_fp32_tokens_do_not_take_the_gpu_kernels(monkeypatch):
+    monkeypatch.setattr(_kernels, "has_kernel", lambda op: True)
+    choice = mok.explain(device="cuda", dtype=torch.float32)
+    assert choice.backend == "collective"
+    assert "compute in bfloat16, and x is float32" in choice.reason
+    assert "compute in bfloat16" not in mok.explain(device="cuda").reason
 
 
 def test_json_has_the_same_findings():
