@@ -10,6 +10,7 @@ peak beyond weights, gradients and inputs.
 """
 
 import argparse
+import functools
 from pathlib import Path
 
 import torch
@@ -81,7 +82,7 @@ def main() -> None:
         for contestant, backend in CONTESTANTS.items():
             memory = step.peak_memory(backend)
             for what, passes in (("forward", 1), ("forward_backward", 3)):
-                clocks = both_clocks(lambda w=what, b=backend: getattr(step, w)(b))
+                clocks = both_clocks(functools.partial(getattr(step, what), backend))
                 flops = passes * 6 * tokens * top_k * hidden * inner
                 shown = []
                 for regime, seconds in clocks.items():
@@ -109,11 +110,11 @@ def main() -> None:
                     )
                 rate = flops / shown[0] * 1e-9
                 print(
-                    f"{name:10} {contestant:17} {what:17} {shown[0]:9.3f} {shown[1]:9.3f} {rate:8.0f}"
-                    f"  peak {memory / 2**20:.0f} MiB",
+                    f"{name:10} {contestant:17} {what:17} {shown[0]:9.3f} {shown[1]:9.3f} "
+                    f"{rate:8.0f}  peak {memory / 2**20:.0f} MiB",
                     flush=True,
                 )
-        del step
+        step = None
         torch.cuda.empty_cache()
     print(write_results("moe-layer", records, arguments.out))
 
