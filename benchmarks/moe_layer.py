@@ -73,9 +73,7 @@ def main() -> None:
     parser.add_argument("--save", default="gate_up", choices=("none", "gate_up", "all"))
     arguments = parser.parse_args()
     records = []
-    print(
-        f"{'shape':10} {'contestant':17} {'pass':17} {'burst ms':>9} {'sustained':>9} {'TFLOP/s':>8}"
-    )
+    print(f"{'shape':10} {'contestant':17} {'pass':17}  burst ms sustained  TFLOP/s")
     for name in arguments.shapes.split(","):
         tokens, hidden, inner, experts, top_k = SHAPES[name]
         step = Step(SHAPES[name], arguments.save)
