@@ -210,9 +210,9 @@ def _gpus(torch) -> list[Finding]:
         text = f"{name}, sm_{major}{minor}, {memory:.0f} GiB"
         if info.CUDA_ARCHS and not fits:
             built = " ".join(f"sm_{arch}" for arch in info.CUDA_ARCHS)
-            fix = f"rebuild with MOK_CUDA_ARCHS={major}{minor}a for mok's own kernels"
-            if major < 9:
-                fix = "mok's own kernels need compute capability 9.0; the collective backend runs"
+            fix = "mok's own kernels need compute capability 9.0; the collective backend runs"
+            if (major, minor) == (9, 0):
+                fix = "rebuild with MOK_CUDA_ARCHS=90a for mok's own kernels"
             text = f"{text}; mok was built for {built}"
             findings.append(Finding(f"cuda:{index}", "warning", text, fix))
         else:

@@ -145,7 +145,10 @@ def test_gpus_that_do_not_fit(monkeypatch):
     assert "mok was built for sm_90a" in find(findings, "cuda:0").text
     assert "kernels need compute capability 9.0" in find(findings, "cuda:0").fix
     fake_gpus(monkeypatch, (10, 3), reports)
-    assert "MOK_CUDA_ARCHS=103a" in find(doctor._gpus(torch), "cuda:0").fix
+    assert "kernels need compute capability 9.0" in find(doctor._gpus(torch), "cuda:0").fix
+    fake_gpus(monkeypatch, (9, 0), reports)
+    monkeypatch.setattr(mok._build_info, "CUDA_ARCHS", ("100a",))
+    assert "MOK_CUDA_ARCHS=90a" in find(doctor._gpus(torch), "cuda:0").fix
     assert find(findings, "cuda:0 peers").text == "no access to the memory of cuda:1"
     assert find(findings, "cuda:1 heap").fix == "no VMM"
     assert doctor.exit_code(findings) == 0  # warnings: other backends run
