@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstddef>
 #include <cstring>
 #include <string>
 #include <tuple>
@@ -24,6 +25,7 @@ namespace {
 using Operation = std::tuple<std::string, int64_t>;
 constexpr char kReason[] = "a test ends here";
 constexpr int64_t kWords = 64;  // of a window, behind the control block
+constexpr size_t kLimitAt = offsetof(ControlHead, device) + offsetof(DeviceState, limit_ns);
 
 class PeerRun {
   public:
@@ -46,8 +48,7 @@ class PeerRun {
         for (int rank = 0; rank < num_ranks_; ++rank) {
             py::array_t<uint8_t> window(static_cast<py::ssize_t>(data_ + 8 * kWords));
             std::memset(window.mutable_data(), 0, static_cast<size_t>(window.nbytes()));
-            control_head(reinterpret_cast<char*>(window.mutable_data()))->device.limit_ns =
-                static_cast<uint64_t>(limit_ns);
+            std::memcpy(window.mutable_data() + kLimitAt, &limit_ns, sizeof(limit_ns));
             windows.push_back(window);
         }
         windows_ = session_.add_windows("window", windows, Use{false, false, true, /* is_input */ false});
