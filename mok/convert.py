@@ -75,8 +75,8 @@ def from_transformers(
         theirs where the layout allows it (their packed gate and up), else new ones.
 
     Raises:
-        ValueError: for an unknown family, a name that is missing or not understood, and MXFP4
-            weights.
+        ValueError: for an unknown family, a name that is missing or not understood, and quantised
+            weights (MXFP4, FP8).
     """
     spec = _spec_of(family)
     block = {n[len(prefix) :]: tensor for n, tensor in state.items() if n.startswith(prefix)}
@@ -86,6 +86,13 @@ def from_transformers(
             f"{prefix}experts are stored in MXFP4 (*_blocks, *_scales): load the model by "
             "transformers with dequantize=True and pass its state dict"
         )
+    # Without the check a block without its scales would be taken for plain weights.
+    for name, tensor in block.items():
+        if name.endswith(("_scale", "_scale_inv")) or tensor.dtype.itemsize < 2:
+            raise ValueError(
+                f"{prefix}{name} is {tensor.dtype}, of quantised weights: dequantise the block, "
+                "or load the model by transformers in torch.bfloat16, and pass its state dict"
+            )
     if "experts.gate_up_proj" in block:
         packed = _take(block, "experts.gate_up_proj", family)
         down = _take(block, "experts.down_proj", family)

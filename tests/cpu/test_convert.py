@@ -126,3 +126,20 @@ def test_errors_name_what_is_wrong():
         convert.to_transformers(ours | {"experts.b_up": torch.zeros(E, I)}, "qwen3_moe")
     with pytest.raises(ValueError, match=r"shared.w_gate is missing"):
         convert.to_transformers(ours, "deepseek_v3")
+
+
+@pytest.mark.parametrize("change", ["float8", "scales"])
+def test_fp8_weights_are_refused(change):
+    shapes = {"gate": (8, 16), "up": (8, 16), "down": (16, 8)}
+    block = {f"experts.0.{n}_proj.weight": torch.randn(s) for n, s in shapes.items()}
+    block["gate.weight"] = torch.randn(1, 16)
+    name = "experts.0.up_proj.weight"
+    if change == "float8":
+        block[name] = block[name].to(torch.float8_e4m3fn)
+    else:
+        name += "_scale_inv"
+        block[name] = torch.ones(1, 1)
+    with pytest.raises(ValueError, match=f"mlp.{name} is torch.* of quantised weights: deq"):
+        mok.convert.from_transformers(
+            {f"mlp.{n}": tensor for n, tensor in block.items()}, "qwen3_moe", prefix="mlp."
+        )
