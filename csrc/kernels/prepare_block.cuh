@@ -180,7 +180,6 @@ MOK_DEVICE Deal deal_rounds(const Block& block) {
             all_slots += ptx::reduce_add(slots);
             rounds += ptx::reduce_add(round_slots.divide_up(slots));
         }
-        ptx::sync_warp();
         const uint32_t blocks = wanted_blocks(block, all_slots, rounds);
         uint32_t per_warp = ceil_div(rounds, blocks * block.warps);
         if (per_warp == 0) per_warp = 1;
@@ -191,7 +190,7 @@ MOK_DEVICE Deal deal_rounds(const Block& block) {
             for (uint32_t first = 0; first < block.ranks; first += ptx::kWarpThreads) {
                 const uint32_t rank = first + block.lane;
                 const bool is_rank = rank < block.ranks;
-                const uint32_t slots = is_rank ? Block::entry(block.shared.slots, rank) : 0;
+                const uint32_t slots = is_rank ? Block::entry(block.shared.slots, rank) : 0;  // its own
                 const uint32_t warps = ceil_div(round_slots.divide_up(slots), per_warp);
                 const uint32_t end = used + ptx::inclusive_sum(warps, block.lane);
                 if (is_rank) Block::set_entry(block.shared.warps_end, rank, end);

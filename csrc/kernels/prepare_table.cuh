@@ -119,7 +119,6 @@ MOK_DEVICE schedule::Piece piece_at(const Block& block, uint32_t index) {
 MOK_DEVICE schedule::Table make_table(const Block& block) {
     const PrepareParams& params = block.params;
     const PrepareArrays& arrays = params.arrays;
-    ptx::sync_block();  // a block alone has placed its routes: base and counters are free
     uint32_t pieces = 0, spans = 0, idle = 0;
 #pragma unroll 1
     for (uint32_t first = 0; first < block.experts; first += block.threads()) {
@@ -130,6 +129,7 @@ MOK_DEVICE schedule::Table make_table(const Block& block) {
         const uint32_t rest = rows - full * params.ring_rows.divisor;
         const uint32_t own_pieces = full * params.stretch_pieces.divisor + params.piece_rows.divide_up(rest);
         const bool is_idle = is_expert && Block::entry(block.shared.total, expert) == 0;
+        // Behind it a block alone has placed all its routes: base and counters are free.
         const Prefix<3> sums =
             block_prefix<3>(block, {own_pieces, rows > 0 ? full + 1 : 0, is_idle ? 1u : 0u});
         if (is_expert) {
@@ -182,7 +182,6 @@ MOK_DEVICE void finish_table(const Block& block, schedule::Table table) {
     const PrepareParams& params = block.params;
     const PrepareArrays& arrays = params.arrays;
     const uint32_t tiles_per_block = params.block_rows.divisor / kTileRows;
-    ptx::sync_block();  // a block alone has used its sums of pass 3
     const TilePrefix prefix = scan_tiles(block);
 #pragma unroll 1
     for (uint32_t piece = block.thread; piece <= static_cast<uint32_t>(table.num_pieces);
