@@ -52,3 +52,18 @@ def test_calls_one_after_the_other(emulator, seed):
 @pytest.mark.parametrize("seed", [2, 4])
 def test_under_every_policy(emulator, name, policy, seed):
     check(emulator, FIXED[name], seed, policy=policy)
+
+
+@pytest.mark.parametrize(("blocks", "warps"), [(4, 2), (1, 4), (8, 4)])
+def test_kernels_of_an_ended_workspace_leave(emulator, blocks, warps):
+    """One rank alone here: a peer would wait for a rank that has ended without telling it."""
+    case = Case((40,), 4, 8)
+    x = [np.zeros((40, case.hidden), np.int16)]
+    emulator.set_num_multiprocessors(8)
+    for seed in range(8):
+        options = emulator.RunOptions(seed=seed)
+        arguments = (case.settings(), case.max_tokens, case.ids(), x, 2, blocks, warps)
+        assert emulator.prepare(*arguments, options, ended_rank=0) == []
+        result = emulator.last_result()
+        assert result.trapped == []
+        assert result.warnings == []

@@ -34,6 +34,7 @@ struct PreparationArgument {
     int32_t calls;         // one after the other, all alike
     uint32_t most_blocks;  // of a kernel
     uint32_t warps;        // of a block of the preparation
+    int32_t ended_rank;    // whose workspace has ended before; -1: nobody's
 };
 
 class PreparationRun {
@@ -51,6 +52,7 @@ class PreparationRun {
     py::list run(const emu::RunOptions& options) {
         session_.run(options);
         py::list results;
+        if (argument_.ended_rank >= 0) return results;  // nothing was prepared
         for (int rank = 0; rank < num_ranks_; ++rank) results.append(result(rank));
         return results;
     }
@@ -64,7 +66,9 @@ class PreparationRun {
             py::array_t<uint8_t> window(static_cast<py::ssize_t>(layout_.bytes));
             std::memset(window.mutable_data(), 0xff, static_cast<size_t>(layout_.bytes));
             std::memset(window.mutable_data(), 0, static_cast<size_t>(control_block_bytes(num_ranks_)));
-            control_head(reinterpret_cast<char*>(window.mutable_data()))->device.limit_ns = kLimitNs;
+            DeviceState& state = control_head(reinterpret_cast<char*>(window.mutable_data()))->device;
+            state.limit_ns = kLimitNs;
+            state.expired = state.ended = rank == argument_.ended_rank ? 1 : 0;
             windows.push_back(window);
         }
         windows_ = session_.add_windows("window", windows, Use{false, false, true, /* is_input */ false});
@@ -159,10 +163,10 @@ class PreparationRun {
 
 py::list prepare(const py::dict& settings, int64_t max_tokens, const std::vector<IdArray>& ids,
                  const std::vector<py::array>& x, int32_t calls, uint32_t most_blocks, uint32_t warps,
-                 const emu::RunOptions& options) {
+                 const emu::RunOptions& options, int32_t ended_rank) {
     std::vector<RankCall> ranks;
     for (size_t rank = 0; rank < ids.size(); ++rank) ranks.push_back({ids[rank], x.at(rank)});
-    return PreparationRun({settings, max_tokens, calls, most_blocks, warps}, ranks).run(options);
+    return PreparationRun({settings, max_tokens, calls, most_blocks, warps, ended_rank}, ranks).run(options);
 }
 
 }  // namespace
@@ -170,6 +174,7 @@ py::list prepare(const py::dict& settings, int64_t max_tokens, const std::vector
 void bind_preparation(py::module_& module) {
     module.def("prepare", &prepare, py::arg("settings"), py::arg("max_tokens"), py::arg("ids"), py::arg("x"),
                py::arg("calls"), py::arg("most_blocks"), py::arg("warps"), py::arg("options"),
+               py::arg("ended_rank") = -1,
                "Each rank's prepared call as arrays, and the rows of x as it reaches those of all ranks.");
 }
 
