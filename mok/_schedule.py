@@ -60,14 +60,27 @@ def _build(top_experts, workspace_name, num_experts, num_ranks, max_tokens):
     is_route_TK = (top_experts >= 0) & (top_experts < num_experts)
     ids = torch.full((max_tokens, top_k), -1, dtype=torch.int32, device=top_experts.device)
     ids[: len(top_experts)] = torch.where(is_route_TK, top_experts, -1)
+    ids_RTK = _of_all_ranks(ids, num_ranks, group)
+    results = _empty(top_experts, num_experts, num_ranks, max_tokens)
+    fill_schedule(ids_RTK, rank, num_experts, *results)
+    return tuple(results)
+
+
+def refuse(workspace_name: str, num_ranks: int, max_tokens: int, top_k: int) -> None:
+    """Takes part in the peers' `build` without routes: this rank cannot make its own."""
+    group, _ = workspace.group_of(workspace_name)
+    device = workspace.device_of(workspace_name)
+    ids = torch.full((max_tokens, top_k), -1, dtype=torch.int32, device=device)
+    _of_all_ranks(ids, num_ranks, group)
+
+
+def _of_all_ranks(ids: Tensor, num_ranks: int, group: dist.ProcessGroup | None) -> Tensor:
     ids_RTK = ids.new_empty(num_ranks, *ids.shape)
     if num_ranks > 1:
         dist.all_gather(list(ids_RTK.unbind()), ids, group=group)
     else:
         ids_RTK[0] = ids
-    results = _empty(top_experts, num_experts, num_ranks, max_tokens)
-    fill_schedule(ids_RTK, rank, num_experts, *results)
-    return tuple(results)
+    return ids_RTK
 
 
 def fill_schedule(

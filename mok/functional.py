@@ -26,6 +26,7 @@ from torch import Tensor
 from mok import workspace as _workspaces
 from mok._schedule import BuiltSchedule as BuiltSchedule
 from mok._schedule import build as _build_schedule
+from mok._schedule import refuse as _refuse_schedule
 from mok.reference import gated_activation
 from mok.shapes import (
     ACTIVATIONS,
@@ -210,8 +211,29 @@ def build_schedule(
         num_local_experts: E/R.
 
     Raises:
-        ValueError, TypeError: for a shape, dtype or size that cannot be.
+        ValueError, TypeError: for a shape, dtype or size that cannot be; the peers get a schedule
+            without this rank's routes and raise PeerAbortedError with the reason in their forward.
     """
+    try:
+        _check_routing(workspace, top_experts, num_local_experts)
+    except Exception as error:
+        if workspace.num_ranks > 1 and not torch.compiler.is_compiling():
+            sizes = (workspace.num_ranks, workspace.num_local_tokens, workspace.topk)
+            _refuse_schedule(workspace.name, *sizes)
+            _workspaces.abort(workspace.name, str(error))
+        raise
+    return _build_schedule(
+        top_experts.contiguous(),
+        workspace.name,
+        num_local_experts * workspace.num_ranks,
+        workspace.num_ranks,
+        workspace.num_local_tokens,
+    )
+
+
+def _check_routing(workspace, top_experts, num_local_experts) -> None:
+    if not isinstance(top_experts, Tensor):
+        raise TypeError(f"top_experts is a {type(top_experts).__name__}: pass a tensor [T, K]")
     if top_experts.dim() != 2 or top_experts.shape[1] != workspace.topk:
         raise ValueError(
             f"top_experts has shape {tuple(top_experts.shape)}: it must be [T, {workspace.topk}]"
@@ -225,16 +247,7 @@ def build_schedule(
             f"{workspace.num_local_tokens}: create one for the largest T any rank will pass"
         )
     if not isinstance(num_local_experts, int) or num_local_experts < 1:
-        raise ValueError(
-            f"num_local_experts is {num_local_experts!r}: it must be a positive integer"
-        )
-    return _build_schedule(
-        top_experts.contiguous(),
-        workspace.name,
-        num_local_experts * workspace.num_ranks,
-        workspace.num_ranks,
-        workspace.num_local_tokens,
-    )
+        raise ValueError(f"num_local_experts is {num_local_experts!r}: it must be an integer >= 1")
 
 
 def forward(

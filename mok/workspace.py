@@ -150,6 +150,11 @@ def group_of(name: str) -> tuple[dist.ProcessGroup | None, int]:
     return spec.group.process_group(), spec.group.rank
 
 
+def device_of(name: str) -> torch.device:
+    """The device that a workspace declared by this process is on."""
+    return _specs[name].device
+
+
 def all_open() -> list[Workspace]:
     """The workspaces that this process has created and not closed."""
     return [workspace for workspace in _open.values() if not workspace.closed]

@@ -124,3 +124,41 @@ def test_tags_are_compared():
     for name, text in run_ranks(2, different_job):
         assert name == "SymmetricHeapError"
         assert "tag is" in text
+
+
+def refused_schedule_job(rank, group, what):
+    """Rank 1 cannot build its schedule: rank 0 learns why, and the next calls work."""
+    case = share_of(make_case(12, K, E, H, I), [6, 6], rank)
+    config = MoKConfig()
+    workspace = make_workspace(functional.create_workspace, group, 6)
+    ids = case.topk_ids_TK
+    wrong = {"tokens": ids.repeat(2, 1), "dtype": ids.float(), "list": ids.tolist()}
+
+    def step(ids):
+        schedule = functional.build_schedule(workspace, config, ids, num_local_experts=E // 2)
+        return functional.forward(config, workspace, schedule, *arguments(case))[0]
+
+    try:
+        step(wrong[what] if rank == 1 else ids)
+        error = None
+    except Exception as raised:
+        error = raised
+    assert step(ids).isfinite().all()
+    workspace.close()
+    return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("tokens", "ValueError", "top_experts has T = 12 tokens"),
+        ("dtype", "TypeError", "top_experts is torch.float32"),
+        ("list", "TypeError", "top_experts is a list"),
+    ],
+)
+def test_a_refused_schedule_reaches_the_peers(what, error, message):
+    (peer, told), (culprit, said) = run_ranks(2, refused_schedule_job, what)
+    assert culprit == error
+    assert peer == "PeerAbortedError"
+    assert message in said
+    assert message in told
