@@ -218,6 +218,24 @@ def test_a_trap_ends_one_rank(emulator):
     assert result.trapped.count("ranks") >= 1
 
 
+def test_a_run_without_an_end_is_stopped(emulator):
+    with pytest.raises(emulator.EmulatorError, match="step limit: 500 steps without an end"):
+        Buffers().run(emulator, "ring", max_steps=500)
+
+
+def test_the_log_of_a_failed_run_is_kept(emulator):
+    with pytest.raises(emulator.EmulatorError):
+        Buffers().run(emulator, "kFlagsAfterReadOnly", keep_log=True)
+    log = "\n".join(emulator.last_result().log)
+    for words in (
+        "rank 0: ring begins",
+        "has read its source",
+        "phase 0 of full[0]",
+        "bulk_store at",
+    ):
+        assert words in log
+
+
 def test_names_that_do_not_exist_are_refused(emulator):
     with pytest.raises(ValueError, match="which is not planted"):
         Buffers().run(emulator, "no such bug")
