@@ -3,6 +3,8 @@
 Legend: I intermediate, H hidden, E experts in all R ranks.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ _ALIGNMENT = 16  # bytes: what TMA reads
 _CAPABILITY = (9, 0)
 
 
+@functools.cache
 def has_kernel(op: str) -> bool:
     """Whether torch.ops.mok.`op` runs on CUDA tensors in this build."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"mok::{op}", "CUDA")
@@ -39,15 +42,24 @@ def why_not(dtype: torch.dtype | None, needs_gradients: bool) -> str | None:
         )
     if dtype not in (None, torch.bfloat16):
         return f"the GPU kernels compute in bfloat16, and x is {str(dtype).removeprefix('torch.')}"
-    if not torch.cuda.is_available():
+    if not _has_gpu():
         return "no GPU is visible to this process, so there are no kernels to run"
-    capability = torch.cuda.get_device_capability()
-    if capability != _CAPABILITY:
-        return (
-            f"there are no kernels for {torch.cuda.get_device_name()} (compute capability "
-            f"{capability[0]}.{capability[1]}) in this build of mok"
-        )
-    return None
+    return _why_not_on(torch.cuda.current_device())
+
+
+# A process keeps its GPUs, and asking the driver in each call takes longer than all other checks.
+_has_gpu = functools.cache(torch.cuda.is_available)
+
+
+@functools.cache
+def _why_not_on(device: int) -> str | None:
+    capability = torch.cuda.get_device_capability(device)
+    if capability == _CAPABILITY:
+        return None
+    return (
+        f"there are no kernels for {torch.cuda.get_device_name(device)} (compute capability "
+        f"{capability[0]}.{capability[1]}) in this build of mok"
+    )
 
 
 def as_kernels_take_them(tensors: LayerTensors) -> tuple[Tensor | None, ...]:
