@@ -8,22 +8,22 @@
 //
 //   blocks with a part                        | the table's block
 //   count_routes: all ids, counts per expert  | headers compared, ranks' inputs
-//   --- barrier (counts) ---
-//   scan_segments, place_routes: rows         | scan_segments, make_table: chunks, pieces, runs
-//   --- barrier (rows) ---
-//   write_units: the pull list                | finish_table: unit_begin, pulls, totals
+//   --- grid barrier (counts) ---
+//   scan_segments, place_routes: rows         | scan_segments, make_table: chunks, pieces
+//   --- grid barrier (rows) ---
+//   write_units: the pull list                | finish_table: runs, unit_begin, totals
 //
 // A launch of one block does both, in this order. How many blocks have a part follows from the ranks' token
-// counts, which are data, so a captured launch is right for any routing. A small call is one cluster, whose
-// barrier costs a fraction of a grid's, and which publishes and meets the peers itself.
+// counts, which are data, so a captured launch is right for any routing. In a small call every block counts
+// and places all routes, in its shared memory, and block barriers take the place of the grid's.
 //
 // Ordering: ids and headers were written before the first barrier between ranks, which an earlier kernel of
-// the stream has passed, or this one: then all blocks publish, meet, block 0 meets the peers, all meet again.
-// Everything that blocks exchange is written before a barrier of theirs and read behind it, but for
-// tile_counts, which are added to relaxed between the two. The megakernel starts behind this kernel.
+// the stream has passed, or block 0 of this one, before a grid barrier. Everything that blocks exchange is
+// written before a grid barrier and read behind it, but for tile_counts, which are added to relaxed between
+// the two. The megakernel starts behind this kernel in stream order.
 //
-// Ends: a workspace that has ended makes the kernel return without work; one that ends while blocks wait
-// makes them leave. Only a block whose own time was up traps.
+// Ends: a workspace that has ended makes the kernel return at once; one that ends while blocks wait makes
+// them leave. Only a block whose own time was up traps.
 #pragma once
 
 #include "csrc/comm/device/grid_barrier.cuh"
@@ -36,63 +36,68 @@ namespace mok {
 namespace prepare {
 
 /// False: leave, with the trap done where one is due.
-MOK_DEVICE bool meet(const Block& block, const Deal& deal, PreparePlace place) {
-    if (block.params.is_cluster) {
-        ptx::sync_cluster();
-        return true;
-    }
-    ptx::Deadline deadline(block.params.limits, static_cast<uint32_t>(place));
-    if (grid_barrier(block.params.barrier, deal.meeting_blocks(), deadline)) return true;
+MOK_DEVICE bool meet(const PrepareParams& params, uint32_t blocks, PreparePlace place) {
+    ptx::Deadline deadline(params.limits, static_cast<uint32_t>(place));
+    if (grid_barrier(params.barrier, blocks, deadline)) return true;
     if (deadline.timed_out) ptx::trap();
     return false;
 }
 
-/// What publish_kernel does, by one cluster.
-MOK_DEVICE void publish_and_meet(const Block& block) {
+/// What publish_kernel does, by block 0; the others wait for it. False: leave.
+MOK_DEVICE bool publish_and_meet(const Block& block) {
     const PrepareParams& params = block.params;
-    publish_inputs(params.group, params.published,
-                   static_cast<int64_t>(ptx::block_idx()) * block.threads() + block.thread,
-                   static_cast<int64_t>(ptx::num_blocks()) * block.threads());
-    ptx::sync_cluster();
     if (ptx::block_idx() == 0) {
+        publish_inputs(params.group, params.published, block.thread, block.threads());
+        ptx::sync_block();
         const PeerOutcome outcome = peer_barrier(params.group, PeerPhase::kInputs);
         if (outcome == PeerOutcome::kExpired && block.thread == 0) ptx::trap();
     }
-    ptx::sync_cluster();
+    return meet(params, ptx::num_blocks(), PreparePlace::kPublished);
 }
 
-}  // namespace prepare
-
-__global__ void __launch_bounds__(kPrepareMaxWarps* ptx::kWarpThreads, 1)
-    prepare_kernel(const __grid_constant__ PrepareParams params) {
-    using namespace prepare;
-    const Block block = make_block(params);
-    stamp(block, PrepareStamp::kStart);
-    if (block.warp == 1) touch_parameters(block);
-    if (params.publishes) publish_and_meet(block);
-    const Deal deal = deal_rounds(block);
-    if (deal.ended && params.is_cluster) {  // who sees it and who does not yet must both pass two barriers
-        ptx::sync_cluster();
-        ptx::sync_cluster();
+/// Counts and rows of all routes in each block, its share of the tiles behind them.
+MOK_DEVICE void prepare_small(const Block& block, const SharedRows& rows, const Deal& deal, bool has_table) {
+    rows.clear_counts(1);
+    const Share share = make_share<true>(block, deal);
+    const Batch routes = count_routes<true>(block, deal, share);
+    publish_counts<true>(block);
+    if (has_table) {
+        if (block.warp == 0 && block.ranks > 1) compare_headers(block);
+        write_ranks(block);
     }
-    if (deal.ended || ptx::block_idx() >= deal.meeting_blocks()) return;
-    const bool has_table = ptx::block_idx() == deal.table_block();
-    stamp(block, PrepareStamp::kDealt);
+    stamp(block, PrepareStamp::kCounted);
+    stamp(block, PrepareStamp::kMetCounts);
+    scan_segments(block, deal);  // looks first at the totals that the same threads have written
+    stamp(block, PrepareStamp::kScanned);
+    place_routes<true>(block, rows, deal, share, routes);
+    count_zero_units(block, rows);
+    stamp(block, PrepareStamp::kPlaced);
+    ptx::sync_block();
+    stamp(block, PrepareStamp::kMetRows);
+    if (deal.has_part()) {
+        clear_counters(block, deal);
+        write_units(block, rows, deal);
+    }
+    if (has_table) finish_table(block, rows, make_table(block));
+}
 
+/// The work of the table at the top of this file.
+MOK_DEVICE void prepare_large(const Block& block, const GlobalRows& rows, const Deal& deal, bool has_table) {
+    const uint32_t blocks = deal.meeting_blocks();
     Share share{0, 0, 0, 0};
     Batch routes{};
-    clear_tile_counts(block, deal);
+    rows.clear_counts(blocks);
     if (deal.has_part()) {
-        share = make_share(block, deal);
-        routes = count_routes(block, deal, share);
-        publish_counts(block);
+        share = make_share<false>(block, deal);
+        routes = count_routes<false>(block, deal, share);
+        publish_counts<false>(block);
     }
     if (has_table) {
         if (block.warp == 0 && block.ranks > 1) compare_headers(block);
         write_ranks(block);
     }
     stamp(block, PrepareStamp::kCounted);
-    if (!meet(block, deal, PreparePlace::kCounts)) return;
+    if (!meet(block.params, blocks, PreparePlace::kCounts)) return;
     stamp(block, PrepareStamp::kMetCounts);
 
     sum_block_counts(block, deal);
@@ -100,19 +105,40 @@ __global__ void __launch_bounds__(kPrepareMaxWarps* ptx::kWarpThreads, 1)
     stamp(block, PrepareStamp::kScanned);
     schedule::Table table{};
     if (deal.has_part()) {
-        place_routes(block, deal, share, routes);
+        place_routes<false>(block, rows, deal, share, routes);
         clear_counters(block, deal);
     }
     if (has_table) {
-        count_zero_units(block);
+        count_zero_units(block, rows);
         table = make_table(block);
     }
     stamp(block, PrepareStamp::kPlaced);
-    if (!meet(block, deal, PreparePlace::kRows)) return;
+    if (!meet(block.params, blocks, PreparePlace::kRows)) return;
     stamp(block, PrepareStamp::kMetRows);
 
-    if (deal.has_part()) write_units(block, deal);
-    if (has_table) finish_table(block, table);
+    if (deal.has_part()) write_units(block, rows, deal);
+    if (has_table) finish_table(block, rows, table);
+}
+
+}  // namespace prepare
+
+template <bool kSmall>
+__global__ void __launch_bounds__(kPrepareMaxWarps* ptx::kWarpThreads, 1)
+    prepare_kernel(const __grid_constant__ PrepareParams params) {
+    using namespace prepare;
+    const Block block = make_block<kSmall>(params);
+    stamp(block, PrepareStamp::kStart);
+    if (block.warp == 1) touch_parameters(block);
+    if (kSmall && params.publishes && !publish_and_meet(block)) return;
+    const Deal deal = deal_rounds<kSmall>(block);
+    if (deal.ended || ptx::block_idx() >= deal.meeting_blocks()) return;
+    const bool has_table = ptx::block_idx() == deal.table_block();
+    stamp(block, PrepareStamp::kDealt);
+    if constexpr (kSmall) {
+        prepare_small(block, SharedRows{block}, deal, has_table);
+    } else {
+        prepare_large(block, GlobalRows{block}, deal, has_table);
+    }
     stamp(block, PrepareStamp::kEnd);
 }
 

@@ -42,18 +42,23 @@ struct Block {
     }
 };
 
+template <bool kSmall>
 MOK_DEVICE Block make_block(const PrepareParams& params) {
     const uint32_t warps = ptx::block_threads() / ptx::kWarpThreads;
-    PrepareShared shared = prepare_shared(params.plan.num_ranks, params.plan.num_local_experts(), warps);
+    const int32_t ranks = params.plan.num_ranks, experts = params.plan.num_local_experts();
+    PrepareShared shared = kSmall
+                               ? prepare_small_shared(ranks, experts, warps, params.slots, params.most_tiles)
+                               : prepare_shared(ranks, experts, warps);
     const uint32_t base = ptx::dynamic_shared();
     for (uint32_t* offset : {&shared.words, &shared.slots, &shared.warps_end, &shared.total, &shared.base,
-                             &shared.begin, &shared.chunk, &shared.warp_sums, &shared.counters}) {
+                             &shared.begin, &shared.chunk, &shared.warp_sums, &shared.counters,
+                             &shared.records, &shared.token_rows, &shared.tile_counts}) {
         *offset += base;
     }
     return Block{params,
                  shared,
-                 static_cast<uint32_t>(params.plan.num_local_experts()),
-                 static_cast<uint32_t>(params.plan.num_ranks),
+                 static_cast<uint32_t>(experts),
+                 static_cast<uint32_t>(ranks),
                  warps,
                  ptx::thread_idx(),
                  ptx::warp_idx(),
@@ -118,7 +123,6 @@ MOK_DEVICE uint32_t most_blocks() {
 /// guessed from the slots as if routes were spread evenly; and a warp for each rank.
 MOK_DEVICE uint32_t wanted_blocks(const Block& block, uint32_t slots, uint32_t rounds) {
     const PrepareParams& params = block.params;
-    if (params.is_cluster) return most_blocks();  // they are there in any case
     const uint32_t cheapest = static_cast<uint32_t>(sqrtf(params.round_cost * static_cast<float>(rounds)));
     uint32_t blocks = ceil_div(rounds, block.warps);
     if (blocks > cheapest) blocks = cheapest;
@@ -130,7 +134,8 @@ MOK_DEVICE uint32_t wanted_blocks(const Block& block, uint32_t slots, uint32_t r
     return blocks < most_blocks() ? blocks : most_blocks();
 }
 
-/// Who works on what: the same in all blocks.
+/// Who works on what: the same in all blocks. In a small call each block has all rounds, and only its share
+/// of the tiles.
 struct Deal {
     bool ended;
     uint32_t blocks;
@@ -164,6 +169,7 @@ MOK_DEVICE void touch_parameters(const Block& block) {
 
 /// Reads the ranks' token counts and deals their rounds: in the order (source rank, slot), contiguous ones to
 /// a warp, all of one rank.
+template <bool kSmall>
 MOK_DEVICE Deal deal_rounds(const Block& block) {
     if (block.warp == 0) {
         const bool ended = ptx::ld_relaxed_gpu(block.params.limits.expired) != 0;
@@ -180,8 +186,9 @@ MOK_DEVICE Deal deal_rounds(const Block& block) {
             all_slots += ptx::reduce_add(slots);
             rounds += ptx::reduce_add(round_slots.divide_up(slots));
         }
-        const uint32_t blocks = wanted_blocks(block, all_slots, rounds);
-        uint32_t per_warp = ceil_div(rounds, blocks * block.warps);
+        const uint32_t blocks = kSmall ? most_blocks() : wanted_blocks(block, all_slots, rounds);
+        const uint32_t most_warps = kSmall ? block.warps : blocks * block.warps;
+        uint32_t per_warp = ceil_div(rounds, most_warps);
         if (per_warp == 0) per_warp = 1;
         uint32_t used = 0;
         for (;; ++per_warp) {  // ends: there is a warp for each rank
@@ -196,7 +203,7 @@ MOK_DEVICE Deal deal_rounds(const Block& block) {
                 if (is_rank) Block::set_entry(block.shared.warps_end, rank, end);
                 used = ptx::shuffle(end, ptx::kWarpThreads - 1);
             }
-            if (used <= blocks * block.warps) break;
+            if (used <= most_warps) break;
         }
         if (block.lane == 0) {
             block.set_word(SharedWord::kEnded, ended ? 1 : 0);
@@ -218,8 +225,9 @@ struct Share {
     uint32_t slots;  // of the rank
 };
 
+template <bool kSmall>
 MOK_DEVICE Share make_share(const Block& block, const Deal& deal) {
-    const uint32_t index = ptx::block_idx() * block.warps + block.warp;
+    const uint32_t index = (kSmall ? 0 : ptx::block_idx() * block.warps) + block.warp;
     if (index >= deal.used_warps) return Share{0, 0, 0, 0};
     uint32_t rank = 0;
 #pragma unroll 1

@@ -6,7 +6,7 @@
 // row here, by the masks that this one leaves.
 #pragma once
 
-#include "csrc/kernels/prepare_block.cuh"
+#include "csrc/kernels/prepare_rows.cuh"
 
 namespace mok::prepare {
 
@@ -44,7 +44,7 @@ MOK_DEVICE uint32_t expert_of(const Block& block, uint32_t id) {
     return expert < block.experts ? expert : kNoRoute;
 }
 
-/// Rank `rank`'s part of the copies of ids and of token_rows.
+/// Rank `rank`'s part of the copies of ids.
 MOK_DEVICE int64_t slots_of(const Block& block, uint32_t rank) {
     return static_cast<int64_t>(rank) * block.params.slots;
 }
@@ -103,6 +103,7 @@ MOK_DEVICE uint32_t take_number(const Block& block, uint32_t routes, uint32_t ex
 /// Numbers the routes of the warp's rounds; returns those of the last batch, which is all if keeps_batch. One
 /// rank alone leaves its published ids; where pass 2 looks again, several leave copies of the ids that have a
 /// row here, and masks of their lanes.
+template <bool kSmall>
 MOK_DEVICE Batch count_routes(const Block& block, const Deal& deal, const Share& share) {
     const PrepareParams& params = block.params;
 #pragma unroll 1
@@ -111,7 +112,8 @@ MOK_DEVICE Batch count_routes(const Block& block, const Deal& deal, const Share&
     }
     ptx::sync_warp();
     const bool alone = block.ranks == 1;
-    const bool looks_again = !keeps_batch(deal);
+    const bool looks_again = !kSmall && !keeps_batch(deal);
+    const bool leaves_ids = alone && (!kSmall || ptx::block_idx() == 0);
     const uint32_t step = params.round_slots.divisor;
     const char* ids = alone ? static_cast<const char*>(params.topk_ids)
                             : window_of(params.group, share.rank) + params.ids_offset;
@@ -127,29 +129,23 @@ MOK_DEVICE Batch count_routes(const Block& block, const Deal& deal, const Share&
     for (uint32_t ahead = share.round;; ahead += kBatchRounds) {
         // The next ids are on their way while the last ones are numbered.
         const uint32_t slot = ahead * step + block.lane;
-        const Batch next = load_ids(ids, alone && params.ids_are_int64, slot, end_slot, step);
+        Batch next{};
+        if (ahead < share.end) next = load_ids(ids, alone && params.ids_are_int64, slot, end_slot, step);
         if (ahead > share.round) {
             const uint32_t round = ahead - kBatchRounds;
-            Batch lanes;
-#pragma unroll
-            for (uint32_t i = 0; i < kBatchRounds; ++i) {
-                const uint32_t id = last.word[i], at = slot - (kBatchRounds - i) * step;
-                const bool is_route = expert_of(block, id) != kNoRoute;
-                lanes.word[i] = ptx::ballot(is_route);
-                if (alone ? at < end_slot : looks_again && is_route) {
+            const uint32_t count = share.end - round < kBatchRounds ? share.end - round : kBatchRounds;
+#pragma unroll 1
+            for (uint32_t i = 0; i < count; ++i) {
+                const uint32_t id = last.get(i), at = slot - (kBatchRounds - i) * step;
+                const uint32_t expert = expert_of(block, id);
+                const uint32_t lanes = ptx::ballot(expert != kNoRoute);
+                if (leaves_ids ? at < end_slot : looks_again && expert != kNoRoute) {
                     const bool is_id = id < static_cast<uint32_t>(params.plan.num_experts);
                     ptx::store_global(copies + at, is_id ? static_cast<int32_t>(id) : -1);
                 }
-            }
-            if (looks_again && block.lane < kBatchRounds && round + block.lane < share.end) {
-                ptx::store_global(masks + round + block.lane, lanes.get(block.lane));
-            }
-#pragma unroll 1
-            for (uint32_t i = 0; i < kBatchRounds; ++i) {
-                const uint32_t with_route = lanes.get(i);
-                if (with_route == 0) continue;
-                const uint32_t expert = expert_of(block, last.get(i));
-                const uint32_t number = take_number(block, with_route, expert);
+                if (looks_again && block.lane == 0) ptx::store_global(masks + round + i, lanes);
+                if (lanes == 0) continue;
+                const uint32_t number = take_number(block, lanes, expert);
                 if (expert != kNoRoute) routes.set(i, pack_route(expert, number));
             }
         }
@@ -159,7 +155,9 @@ MOK_DEVICE Batch count_routes(const Block& block, const Deal& deal, const Share&
     return routes;
 }
 
-/// The warps' counters become the block's prefixes over its warps; the sums go to block_counts.
+/// The warps' counters become the block's prefixes over its warps; the sums go to block_counts, or are the
+/// totals already.
+template <bool kSmall>
 MOK_DEVICE void publish_counts(const Block& block) {
     ptx::sync_block();
 #pragma unroll 1
@@ -180,18 +178,13 @@ MOK_DEVICE void publish_counts(const Block& block) {
                 sum += counts[i];
             }
         }
-        const int64_t row = static_cast<int64_t>(expert) * block.params.count_stride;
-        ptx::store_global(block.params.arrays.block_counts + row + ptx::block_idx(), sum);
-    }
-}
-
-/// Zeros where pass 2 adds up, by all meeting blocks: no launch relies on what the last one left.
-MOK_DEVICE void clear_tile_counts(const Block& block, const Deal& deal) {
-    const uint32_t step = deal.meeting_blocks() * block.threads();
-#pragma unroll 1
-    for (uint32_t tile = ptx::block_idx() * block.threads() + block.thread; tile < block.params.most_tiles;
-         tile += step) {
-        ptx::store_global(block.params.arrays.tile_counts + tile, uint64_t{0});
+        if constexpr (kSmall) {
+            Block::set_entry(block.shared.total, expert, sum);
+            Block::set_entry(block.shared.base, expert, 0);
+        } else {
+            const int64_t row = static_cast<int64_t>(expert) * block.params.count_stride;
+            ptx::store_global(block.params.arrays.block_counts + row + ptx::block_idx(), sum);
+        }
     }
 }
 

@@ -13,13 +13,11 @@
 namespace mok {
 
 inline constexpr uint32_t kPrepareMaxWarps = 32;
-inline constexpr uint32_t kPrepareCluster =
-    8;  // blocks of a grid that is one cluster: what every chip can do
 inline constexpr int32_t kPrepareMaxTopK = 32;  // the routes of a token lie in the lanes of one warp
 inline constexpr uint32_t kTileRows = 32;       // rows of the plan that one warp turns into pull units
 
 /// WaitRecord::place.
-enum class PreparePlace : uint32_t { kCounts = 1, kRows = 2 };
+enum class PreparePlace : uint32_t { kCounts = 1, kRows = 2, kPublished = 3 };
 
 /// Moments of a block that PrepareParams::times records.
 enum class PrepareStamp : uint32_t {
@@ -58,6 +56,7 @@ inline constexpr uint32_t kTurns = 3;
 struct PackedCount {
     uint32_t word;
 
+    static MOK_HD PackedCount one(uint32_t rows) { return {1u << 16 | rows}; }
     MOK_HD uint32_t units() const { return word >> 16; }
     MOK_HD uint32_t rows() const { return word & 0xffff; }
 };
@@ -146,8 +145,7 @@ struct PrepareParams {
     Divisor piece_rows;  // of a whole piece, window and ring stretch
     Divisor window_rows;
     Divisor stretch_pieces;  // pieces of a stretch as long as the ring
-    bool is_cluster;         // the grid is one cluster, which meets by its own barrier
-    bool publishes;          // this kernel publishes and meets the peers itself; of a cluster
+    bool publishes;          // of a small call: this kernel publishes and meets the peers itself
     bool ids_are_int64;
     bool is_recompute;
     bool pulls_any;     // some run of the pass fetches rows
@@ -177,6 +175,10 @@ struct PrepareShared {
     uint32_t warp_sums;  // u32 [kMostSums, kPrepareMaxWarps]
     uint32_t counters;   // u32 [warps, E_local]; in the table's block then [E_local] spans of earlier
                          // segments; at last [2, threads] units of earlier tiles, and the rows that they fill
+    // Of a small call, SharedRows:
+    uint32_t records;      // RowRecord [rows], worst case
+    uint32_t token_rows;   // u32 [R, slots]
+    uint32_t tile_counts;  // u32 [most_tiles, kTurns]
     uint32_t bytes;
 };
 
@@ -209,6 +211,17 @@ MOK_HD PrepareShared prepare_shared(int32_t num_ranks, int32_t num_local_experts
     shared.counters = shared.warp_sums + 4 * kMostSums * kPrepareMaxWarps;
     const uint32_t per_warp = experts > 2 * kTileRows ? experts : 2 * kTileRows;
     shared.bytes = shared.counters + 4 * warps * per_warp;
+    return shared;
+}
+
+/// The same of a small call.
+MOK_HD PrepareShared prepare_small_shared(int32_t num_ranks, int32_t num_local_experts, uint32_t warps,
+                                          uint32_t slots, uint32_t most_tiles) {
+    PrepareShared shared = prepare_shared(num_ranks, num_local_experts, warps);
+    shared.records = round_up<uint32_t>(shared.bytes, 8);
+    shared.token_rows = shared.records + 8 * kTileRows * most_tiles;
+    shared.tile_counts = shared.token_rows + 4 * static_cast<uint32_t>(num_ranks) * slots;
+    shared.bytes = shared.tile_counts + 4 * kTurns * most_tiles;
     return shared;
 }
 

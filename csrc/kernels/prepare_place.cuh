@@ -149,8 +149,9 @@ MOK_DEVICE Turn turn_of(const Block& block, uint32_t rank) {
 }
 
 /// The routes of one round go to their rows (kNoRow: none). A whole warp calls it.
-MOK_DEVICE void place_round(const Block& block, const Share& share, uint32_t round, uint32_t expert,
-                            uint32_t row) {
+template <typename Rows>
+MOK_DEVICE void place_round(const Block& block, const Rows& rows, const Share& share, uint32_t round,
+                            uint32_t expert, uint32_t row) {
     const PrepareParams& params = block.params;
     const uint32_t slot = round * params.round_slots.divisor + block.lane;
     const bool is_route = row != kNoRow;
@@ -176,16 +177,10 @@ MOK_DEVICE void place_round(const Block& block, const Share& share, uint32_t rou
         }
     }
     if (!is_route) return;
-    const PrepareArrays& arrays = params.arrays;
     const bool is_first = params.pulls_any && before == 0;
-    const RowRecord record = RowRecord::make(slot, share.rank, index, is_first ? count : 0);
-    ptx::store_global(arrays.records + row, uint64_t{record.packed} << 32 | record.slot);
-    ptx::store_global(arrays.token_rows + slots_of(block, share.rank) + slot - choice + index,
-                      static_cast<int32_t>(row));
-    if (is_first) {
-        ptx::red_relaxed_gpu_add(arrays.tile_counts + row / kTileRows,
-                                 TileCount::one(turn_of(block, share.rank), count));
-    }
+    rows.set_record(row, RowRecord::make(slot, share.rank, index, is_first ? count : 0));
+    rows.set_token_row(share.rank, slot - choice + index, row);
+    if (is_first) rows.add_unit(row / kTileRows, turn_of(block, share.rank), count);
 }
 
 /// The rounds of a warp that have a row here, by the masks of pass 1.
@@ -220,9 +215,11 @@ struct RoundsAgain {
 
 /// Every route of the warp's rounds to its row: by the numbers that pass 1 kept, or numbered again. Then the
 /// next round's ids are on their way while one is placed.
-MOK_DEVICE void place_routes(const Block& block, const Deal& deal, const Share& share, const Batch& routes) {
+template <bool kSmall, typename Rows>
+MOK_DEVICE void place_routes(const Block& block, const Rows& rows, const Deal& deal, const Share& share,
+                             const Batch& routes) {
     const PrepareParams& params = block.params;
-    const bool keeps = keeps_batch(deal);
+    const bool keeps = kSmall || keeps_batch(deal);
     RoundsAgain rounds{params.arrays.round_masks + static_cast<int64_t>(share.rank) * params.most_rounds,
                        params.arrays.ids + slots_of(block, share.rank),
                        share.round,
@@ -253,7 +250,7 @@ MOK_DEVICE void place_routes(const Block& block, const Deal& deal, const Share& 
                 const uint32_t number = take_number(block, lanes, expert);
                 if (expert != kNoRoute) row = Block::entry(block.shared.base, expert) + number;
             }
-            place_round(block, share, round, expert, row);
+            place_round(block, rows, share, round, expert, row);
         }
         if (next >= share.end) break;
         round = next;

@@ -47,7 +47,8 @@ MOK_DEVICE void write_ranks(const Block& block) {
 
 /// The zero unit of each segment counts as an own one in the tile of its first padding row, where no later
 /// row of the segment is valid. Like those of pass 2 it is added to cleared counts.
-MOK_DEVICE void count_zero_units(const Block& block) {
+template <typename Rows>
+MOK_DEVICE void count_zero_units(const Block& block, const Rows& rows) {
     const PrepareParams& params = block.params;
     if (!params.pulls_any || !(params.zeroes_first || params.zeroes_later)) return;
 #pragma unroll 1
@@ -57,8 +58,7 @@ MOK_DEVICE void count_zero_units(const Block& block) {
             Block::entry(block.shared.begin, expert) + Block::entry(block.shared.total, expert);
         if (valid_end == end) continue;
         if (!(chunk_of(block, expert, end - 1) == 0 ? params.zeroes_first : params.zeroes_later)) continue;
-        ptx::red_relaxed_gpu_add(params.arrays.tile_counts + valid_end / kTileRows,
-                                 TileCount::one(Turn::kOwn, end - valid_end));
+        rows.add_unit(valid_end / kTileRows, Turn::kOwn, end - valid_end);
     }
 }
 
@@ -115,7 +115,7 @@ MOK_DEVICE schedule::Piece piece_at(const Block& block, uint32_t index) {
                            piece_end == span_end};
 }
 
-/// Pieces, idle experts, and the runs but for their pulls. The whole block calls it.
+/// Pieces and idle experts. The whole block calls it.
 MOK_DEVICE schedule::Table make_table(const Block& block) {
     const PrepareParams& params = block.params;
     const PrepareArrays& arrays = params.arrays;
@@ -129,7 +129,7 @@ MOK_DEVICE schedule::Table make_table(const Block& block) {
         const uint32_t rest = rows - full * params.ring_rows.divisor;
         const uint32_t own_pieces = full * params.stretch_pieces.divisor + params.piece_rows.divide_up(rest);
         const bool is_idle = is_expert && Block::entry(block.shared.total, expert) == 0;
-        // Behind it a block alone has placed all its routes: base and counters are free.
+        // Behind it the other warps are done with base and counters, too.
         const Prefix<3> sums =
             block_prefix<3>(block, {own_pieces, rows > 0 ? full + 1 : 0, is_idle ? 1u : 0u});
         if (is_expert) {
@@ -157,11 +157,19 @@ MOK_DEVICE schedule::Table make_table(const Block& block) {
             schedule::Chunk{blocks, blocks, static_cast<int32_t>(block.word(SharedWord::kCuts))};
     }
     ptx::sync_block();
+    return table;
+}
+
+/// The runs but for their pulls, with the sentinel: phase 0 of the piece behind the last.
+MOK_DEVICE void place_runs(const Block& block, const schedule::Table& table) {
+    const PrepareParams& params = block.params;
+    const PrepareArrays& arrays = params.arrays;
     // All lines that the searches below step through come to this multiprocessor at once.
-    for (uint32_t index = block.thread; index < pieces; index += block.threads()) {
+#pragma unroll 1
+    for (uint32_t index = block.thread; index < static_cast<uint32_t>(table.num_pieces);
+         index += block.threads()) {
         ptx::load_global(&arrays.pieces[index].begin);
     }
-    // With the sentinel: phase 0 of the piece behind the last.
 #pragma unroll 1
     for (uint32_t i = block.thread; i <= static_cast<uint32_t>(table.num_runs); i += block.threads()) {
         const uint32_t phases = static_cast<uint32_t>(params.shape.num_phases);
@@ -173,16 +181,17 @@ MOK_DEVICE schedule::Table make_table(const Block& block) {
 #pragma unroll
         for (int32_t k = 0; k < schedule::kMaxPhases; ++k) ptx::store_global(before + k, placed.before[k]);
     }
-    return table;
 }
 
-/// unit_begin, the runs' pulls and all totals, once the units of all tiles are counted. The whole block calls
-/// it.
-MOK_DEVICE void finish_table(const Block& block, schedule::Table table) {
+/// Runs, unit_begin, the runs' pulls and all totals, once the units of all tiles are counted and the pieces
+/// are written. The whole block calls it.
+template <typename Rows>
+MOK_DEVICE void finish_table(const Block& block, const Rows& rows, schedule::Table table) {
     const PrepareParams& params = block.params;
     const PrepareArrays& arrays = params.arrays;
     const uint32_t tiles_per_block = params.block_rows.divisor / kTileRows;
-    const TilePrefix prefix = scan_tiles(block);
+    place_runs(block, table);
+    const TilePrefix prefix = scan_tiles(block, rows);
 #pragma unroll 1
     for (uint32_t piece = block.thread; piece <= static_cast<uint32_t>(table.num_pieces);
          piece += block.threads()) {
@@ -193,7 +202,7 @@ MOK_DEVICE void finish_table(const Block& block, schedule::Table table) {
             before = prefix.before(stretch);
 #pragma unroll 1
             for (uint32_t other = stretch * prefix.stretch; other < tile; ++other) {
-                add(before, tile_count(block, other));
+                add(before, rows.counts(other));
             }
         }
         ptx::store_global(arrays.unit_begin + piece, static_cast<int32_t>(before.units));

@@ -16,19 +16,15 @@
 
 namespace mok::prepare {
 
-MOK_DEVICE TileCount tile_count(const Block& block, uint32_t tile) {
-    return TileCount{ptx::ld_relaxed_gpu(block.params.arrays.tile_counts + tile)};
-}
-
 MOK_DEVICE void add(UnitCount& sum, const PackedCount& count) {
     sum.rows += count.rows();
     sum.units += count.units();
 }
 
 /// Adds all units of a tile.
-MOK_DEVICE void add(UnitCount& sum, const TileCount& count) {
+MOK_DEVICE void add(UnitCount& sum, const TileCounts& counts) {
 #pragma unroll
-    for (uint32_t turn = 0; turn < kTurns; ++turn) add(sum, count.of(turn));
+    for (const PackedCount& count : counts.turn) add(sum, count);
 }
 
 /// Sums over stretches of tiles, which a block keeps in shared memory.
@@ -44,14 +40,15 @@ struct TilePrefix {
 };
 
 /// Each thread sums a stretch. The whole block calls it; the warps' counters are not needed any more.
-MOK_DEVICE TilePrefix scan_tiles(const Block& block) {
+template <typename Rows>
+MOK_DEVICE TilePrefix scan_tiles(const Block& block, const Rows& rows_in) {
     const uint32_t tiles = block.word(SharedWord::kTaskRows) / kTileRows;
     const uint32_t stretch = ceil_div(tiles, block.threads());
     UnitCount sum{0, 0};
 #pragma unroll 1
     for (uint32_t i = 0; i < stretch; ++i) {
         const uint32_t tile = block.thread * stretch + i;
-        if (tile < tiles) add(sum, tile_count(block, tile));
+        if (tile < tiles) add(sum, rows_in.counts(tile));
     }
     const Prefix<2> sums = block_prefix<2>(block, {sum.rows, sum.units});
     const uint32_t units = block.shared.counters, rows = units + 4 * block.threads();
@@ -69,12 +66,11 @@ struct Window {
     uint32_t padding;    // rows that a zero unit of this window fills
 };
 
-MOK_DEVICE Window window_of_row(const Block& block, uint32_t row) {
+/// `expert` is the one whose segment holds the row.
+MOK_DEVICE Window window_of_row(const Block& block, uint32_t row, uint32_t expert, uint32_t valid_end) {
     const PrepareParams& params = block.params;
-    const uint32_t expert = last_at_most(block.shared.begin, block.experts, row);
     const uint32_t segment = Block::entry(block.shared.begin, expert);
     const uint32_t segment_end = Block::entry(block.shared.begin, expert + 1);
-    const uint32_t valid_end = segment + Block::entry(block.shared.total, expert);
     uint32_t begin = segment, end = segment_end;
     // Stretch of the ring, piece, window: each cut from its begin on, the last one short.
     const Divisor* const cuts[] = {&params.ring_rows, &params.piece_rows, &params.window_rows};
@@ -108,42 +104,47 @@ MOK_DEVICE void write_zeros(const Block& block, const Window& window, const Unit
 }
 
 /// The rows of each lane's unit (count 0: none), from its token's on.
-MOK_DEVICE void write_rows(const Block& block, const RowRecord& record, uint32_t token, uint32_t count,
-                           uint32_t place) {
+template <typename Rows>
+MOK_DEVICE void write_rows(const Block& block, const Rows& rows_in, const RowRecord& record, uint32_t token,
+                           uint32_t count, uint32_t place) {
     constexpr uint32_t kAtATime = 4;
-    const PrepareArrays& arrays = block.params.arrays;
-    const int32_t* from = arrays.token_rows + slots_of(block, record.peer()) +
-                          token * block.params.top_k.divisor + record.index();
+    const uint32_t from = token * block.params.top_k.divisor + record.index();
+    int32_t* to = block.params.arrays.rows + place;
 #pragma unroll 1
     for (uint32_t first = 0; first < count; first += kAtATime) {
-        int32_t rows[kAtATime];
+        uint32_t rows[kAtATime];
 #pragma unroll
         for (uint32_t i = 0; i < kAtATime; ++i) {
-            if (first + i < count) rows[i] = ptx::load_global(from + first + i);
+            if (first + i < count) rows[i] = rows_in.token_row(record.peer(), from + first + i);
         }
 #pragma unroll
         for (uint32_t i = 0; i < kAtATime; ++i) {
-            if (first + i < count) ptx::store_global(arrays.rows + place + first + i, rows[i]);
+            if (first + i < count) ptx::store_global(to + first + i, static_cast<int32_t>(rows[i]));
         }
     }
 }
 
 /// One warp: the plan's rows of a tile, and the units whose first rows lie in it.
-MOK_DEVICE void write_tile(const Block& block, uint32_t tile, const TilePrefix& prefix) {
-    const PrepareArrays& arrays = block.params.arrays;
+template <typename Rows>
+MOK_DEVICE void write_tile(const Block& block, const Rows& rows_in, uint32_t tile, const TilePrefix& prefix) {
+    const PrepareParams& params = block.params;
+    const PrepareArrays& arrays = params.arrays;
     const uint32_t tile_row = tile * kTileRows, row = tile_row + block.lane;
-    const uint64_t words = ptx::load_global(arrays.records + row);  // of padding: anything
-    const Window window = window_of_row(block, tile_row);
-    const bool is_valid = row < window.valid_end;
-    RowRecord record{static_cast<uint32_t>(words), static_cast<uint32_t>(words >> 32)};
+    RowRecord record = rows_in.record(row);  // of padding: anything
+    const uint32_t expert = last_at_most(block.shared.begin, block.experts, tile_row);
+    const uint32_t valid_end =
+        Block::entry(block.shared.begin, expert) + Block::entry(block.shared.total, expert);
+    const bool is_valid = row < valid_end;
     if (!is_valid) record = RowRecord{0, 0};
     ptx::store_global(arrays.row_peer + row, is_valid ? static_cast<int32_t>(record.peer()) : -1);
     ptx::store_global(arrays.row_slot + row, is_valid ? static_cast<int32_t>(record.slot) : -1);
     const uint32_t count = record.count();
     const uint32_t firsts = ptx::ballot(count > 0);
-    const bool has_zeros = window.padding > 0 && tile == window.valid_end / kTileRows;
-    if (firsts == 0 && !has_zeros) return;
-    if (!block.params.pulls_any || tile_row >= block.word(SharedWord::kTaskRows)) return;
+    const bool may_have_zeros = (params.zeroes_first || params.zeroes_later) && tile == valid_end / kTileRows;
+    if (firsts == 0 && !may_have_zeros) return;
+    if (!params.pulls_any || tile_row >= block.word(SharedWord::kTaskRows)) return;
+    const Window window = window_of_row(block, tile_row, expert, valid_end);
+    const bool has_zeros = window.padding > 0 && tile == valid_end / kTileRows;
 
     // Sums over the tiles from the window's stretch on: those before the window, the window's, and of these
     // those before this one.
@@ -153,16 +154,15 @@ MOK_DEVICE void write_tile(const Block& block, uint32_t tile, const TilePrefix& 
     uint32_t all[2] = {0, 0}, earlier[kTurns] = {0, 0, 0};
 #pragma unroll 1
     for (uint32_t other = stretch * prefix.stretch + block.lane; other < end; other += ptx::kWarpThreads) {
-        const TileCount counts = tile_count(block, other);
+        const TileCounts counts = rows_in.counts(other);
         if (other < first) {
             add(before, counts);
             continue;
         }
 #pragma unroll
         for (uint32_t turn = 0; turn < kTurns; ++turn) {
-            const PackedCount packed = counts.of(turn);
-            if (turn < 2) all[turn] += packed.word;
-            if (other < tile) earlier[turn] += packed.word;
+            if (turn < 2) all[turn] += counts.turn[turn].word;
+            if (other < tile) earlier[turn] += counts.turn[turn].word;
         }
     }
     const UnitCount base = prefix.before(stretch);
@@ -189,19 +189,20 @@ MOK_DEVICE void write_tile(const Block& block, uint32_t tile, const TilePrefix& 
     const uint32_t first_lane = ptx::popcount((turn_lanes & (~turn_lanes + 1)) - 1);
     place.rows += rows_before - ptx::shuffle(rows_before, first_lane % ptx::kWarpThreads);
     place.units += ptx::popcount(firsts & turn_lanes & ptx::lanes_before());
-    const uint32_t token = block.params.top_k.divide(record.slot);
+    const uint32_t token = params.top_k.divide(record.slot);
     if (count > 0) write_unit(block, place, static_cast<int32_t>(record.peer()), token);
-    write_rows(block, record, token, count, place.rows);
+    write_rows(block, rows_in, record, token, count, place.rows);
 }
 
 /// Units are many where tokens have their first rows, so neighbouring tiles go to different blocks.
-MOK_DEVICE void write_units(const Block& block, const Deal& deal) {
+template <typename Rows>
+MOK_DEVICE void write_units(const Block& block, const Rows& rows, const Deal& deal) {
     const uint32_t tiles = block.word(SharedWord::kRows) / kTileRows;
-    const TilePrefix prefix = scan_tiles(block);
+    const TilePrefix prefix = scan_tiles(block, rows);
 #pragma unroll 1
     for (uint32_t tile = ptx::block_idx() + deal.blocks * block.warp; tile < tiles;
          tile += deal.blocks * block.warps) {
-        write_tile(block, tile, prefix);
+        write_tile(block, rows, tile, prefix);
     }
 }
 

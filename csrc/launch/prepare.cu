@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kAlign = 256;
 constexpr int64_t kMaxSharedBytes = 227 * 1024;  // of a block since sm_90
+constexpr int64_t kMostSmallTiles = 1024;        // so that sizes of shared memory fit in 32 bits
 
 void check_shape(const Preparation& preparation) {
     const PlanShape& plan = preparation.plan;
@@ -59,7 +60,8 @@ uint32_t count_stride(uint32_t blocks) {
 struct Grid {
     uint32_t warps;
     uint32_t blocks;
-    bool is_cluster;
+    uint32_t shared_bytes;
+    bool is_small;
 };
 
 Grid grid_of(const Preparation& preparation) {
@@ -76,18 +78,25 @@ Grid grid_of(const Preparation& preparation) {
     if (preparation.most_blocks > 0) most = std::min<int64_t>(most, preparation.most_blocks);
     // A warp's rounds are of one rank; the table takes a block of its own.
     const int64_t tiles = worst_case_rows(plan) / kTileRows;
-    // A round and a few tiles for each warp of a cluster: its barriers are worth more than further blocks.
-    constexpr int64_t kClusterParts = kPrepareCluster - 1, kClusterTiles = 4;
-    if (most >= kPrepareCluster && plan.num_ranks * most_rounds(plan) <= kClusterParts * warps &&
-        tiles <= kClusterTiles * kClusterParts * warps && plan.num_ranks <= kClusterParts * warps) {
-        return {static_cast<uint32_t>(warps), kPrepareCluster, true};
-    }
     const int64_t rounds = plan.num_ranks * most_rounds(plan);
+    // A small call: a block keeps all rounds in registers and all rows in shared memory.
+    const int64_t used_warps =
+        plan.num_ranks * std::max<int64_t>(ceil_div<int64_t>(most_rounds(plan), prepare::kBatchRounds), 1);
+    if (preparation.may_be_small && used_warps <= warps && tiles <= kMostSmallTiles) {
+        const PrepareShared shared = prepare_small_shared(
+            plan.num_ranks, plan.num_local_experts(), static_cast<uint32_t>(warps),
+            static_cast<uint32_t>(plan.max_tokens * plan.top_k), static_cast<uint32_t>(tiles));
+        if (shared.bytes <= kMaxSharedBytes) {
+            const int64_t blocks = std::min(most, ceil_div(std::max<int64_t>(tiles, 1), warps) + 1);
+            return {static_cast<uint32_t>(warps), static_cast<uint32_t>(blocks), shared.bytes, true};
+        }
+    }
     const int64_t wanted = ceil_div(std::max<int64_t>({rounds, tiles, plan.num_ranks, 1}), warps) + 1;
     const int64_t blocks = std::min(most, wanted);
     MOK_CHECK(std::max<int64_t>(blocks - 1, 1) * warps >= plan.num_ranks, "the preparation of a call has ",
               most, " multiprocessors for ", plan.num_ranks, " ranks: give it more.");
-    return {static_cast<uint32_t>(warps), static_cast<uint32_t>(blocks), false};
+    return {static_cast<uint32_t>(warps), static_cast<uint32_t>(blocks),
+            static_cast<uint32_t>(fixed + warps * per_warp), false};
 }
 
 /// Places arrays one behind the other.
@@ -172,8 +181,8 @@ void set_sizes(const Preparation& preparation, const Grid& grid, PrepareParams& 
     params.count_stride = count_stride(grid.blocks);
     // (rounds / 32 warps) x 12000 cycles over experts, from estimates.
     params.round_cost = 375.0f / static_cast<float>(plan.num_local_experts());
-    // Two tiles a warp, if each rank has its share of the routes and each expert half a row block of padding.
-    const float tile_warps = 2.0f * static_cast<float>(kTileRows * grid.warps);
+    // A tile a warp, if each rank has its share of the routes and each expert a row block of padding.
+    const float tile_warps = static_cast<float>(kTileRows * grid.warps);
     params.blocks_per_slot = 1.0f / (tile_warps * static_cast<float>(plan.num_ranks));
     params.more_blocks = static_cast<float>(plan.num_local_experts() * block) / tile_warps;
     params.more_counters = static_cast<uint32_t>(more_counters(shape));
@@ -234,7 +243,6 @@ schedule::PreparedCall launch_kernel(const Preparation& preparation, const Prepa
     params.limits = inputs.limits;
     params.published = published;
     params.publishes = publishes;
-    params.is_cluster = grid.is_cluster;
     params.num_tokens = inputs.header.num_tokens;
     params.topk_ids = inputs.topk_ids;
     params.ids_are_int64 = inputs.ids_are_int64;
@@ -247,11 +255,10 @@ schedule::PreparedCall launch_kernel(const Preparation& preparation, const Prepa
     params.barrier = &control_head(inputs.group.window)->device.grid_barrier;
     params.times = times;
     LaunchShape shape{grid.blocks, grid.warps * ptx::kWarpThreads};
-    shape.shared_bytes =
-        prepare_shared(preparation.plan.num_ranks, preparation.plan.num_local_experts(), grid.warps).bytes;
-    shape.cooperative = grid.blocks > 1 && !grid.is_cluster;
-    if (grid.is_cluster) shape.cluster = grid.blocks;
-    launch("mok's preparation kernel", prepare_kernel, shape, stream, params);
+    shape.shared_bytes = grid.shared_bytes;
+    shape.cooperative = grid.blocks > 1 && (!grid.is_small || publishes);
+    launch("mok's preparation kernel", grid.is_small ? prepare_kernel<true> : prepare_kernel<false>, shape,
+           stream, params);
 
     const PrepareArrays& arrays = params.arrays;
     schedule::PreparedCall call{};
@@ -272,7 +279,8 @@ schedule::PreparedCall launch_kernel(const Preparation& preparation, const Prepa
 
 void load_prepare_kernels() {
     load_kernel("loading mok's publishing kernel", publish_kernel);
-    load_kernel("loading mok's preparation kernel", prepare_kernel);
+    load_kernel("loading mok's preparation kernel", prepare_kernel<true>);
+    load_kernel("loading mok's preparation kernel", prepare_kernel<false>);
 }
 
 int64_t preparation_bytes(const Preparation& preparation) {
@@ -299,13 +307,12 @@ schedule::PreparedCall launch_publish_and_prepare(const Preparation& preparation
     Published published = published_by(preparation, inputs);
     published.x = published_rows(x, inputs.group);
     published.dout = published_rows(dout, inputs.group);
-    // A cluster copies some MB about as fast as a launch takes.
-    constexpr int64_t kMostClusterBytes = 4 << 20;
     int64_t bytes = 0;
     for (const StagedRows* rows : {&x, &dout}) {
         if (rows->from != nullptr) bytes += inputs.header.num_tokens * rows->row_bytes;
     }
-    const bool publishes = grid.is_cluster && bytes <= kMostClusterBytes;
+    // One block publishes ids as fast as a launch starts, but it would take longer for rows.
+    const bool publishes = grid.is_small && bytes == 0;
     if (!publishes) launch_publish(preparation, inputs.group, published, bytes, stream);
     return launch_kernel(preparation, inputs, grid, published, publishes, scratch, stream, times);
 }

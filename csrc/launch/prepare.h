@@ -1,4 +1,5 @@
-// The preparation of a call on the device: two launches from a rank's ids to what its megakernel takes.
+// The preparation of a call on the device: from a rank's ids to what its megakernel takes, in one
+// launch or two.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +17,7 @@ struct Preparation {
     schedule::ScheduleShape shape;
     uint32_t most_blocks = 0;  // multiprocessors that may be used; 0: all
     uint32_t warps = 0;        // of a block; 0: as many as fit
+    bool may_be_small = true;  // false: a small call is prepared as a large one is
 };
 
 /// Rows [num_tokens, H] of a tensor; nullptr where there is none.

@@ -6,13 +6,16 @@ import numpy as np
 from tests.emu._mutation import is_noticed, site_of
 from tests.preparation_cases import CUTTING, Case, compare
 
-# name: case, blocks of a kernel, warps of a block, calls one after the other
+# name: case, blocks of a kernel, warps of a block, calls one after the other; x lies in the heap
 CASES = {
     "grid": (Case((40, 30), 8, 6, "mixed", **CUTTING), 4, 2, 2),
     "many rounds": (Case((150,), 6, 6, "mixed", save="all"), 2, 1, 1),
-    "many experts": (Case((20,), 4, 80), 2, 1, 1),
+    "many experts": (Case((40,), 4, 80), 2, 1, 1),
+    "many blocks": (Case((90, 50), 8, 8, "mixed", save="all"), 8, 4, 1),
     "one block": (Case((40, 30), 8, 6, "mixed", save="all"), 1, 4, 2),
-    "cluster": (Case((20, 15), 4, 8, "mixed", save="all"), 8, 4, 2),
+    "small": (Case((20, 15), 4, 8, "mixed", save="all"), 3, 4, 2, True),
+    "small, many experts": (Case((20,), 4, 80), 2, 2, 1),
+    "small, copied": (Case((20, 15), 4, 8, "mixed", save="all"), 2, 4, 2),
     "many ids": (Case((520, 4), 4, 4), 4, 2, 1),
 }
 SEEDS = 4
@@ -25,13 +28,14 @@ REDUNDANT = {
 }
 
 
-def runner(emulator, case: Case, blocks: int, warps: int, calls: int):
+def runner(emulator, case: Case, blocks: int, warps: int, calls: int, x_in_heap: bool = False):
     ids = case.ids()
     x = [np.full((count, case.hidden), 7, np.int16) for count in case.tokens]
 
     def run(options):
         settings = (case.settings(), case.max_tokens)
-        results = emulator.prepare(*settings, ids, x, calls, blocks, warps, options)
+        arguments = (*settings, ids, x, calls, blocks, warps, options)
+        results = emulator.prepare(*arguments, x_in_heap=x_in_heap)
         for rank, result in enumerate(results):
             compare(result, case.expected(ids, rank), f"rank {rank}")
             for source, rows in enumerate(result["inputs"]):

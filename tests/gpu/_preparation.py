@@ -30,7 +30,15 @@ def view(address: int, shape: tuple[int, ...], typestr: str) -> torch.Tensor:
 class VirtualRanks:
     """Workspaces of a case's ranks on one GPU, with tensors that outlive captures."""
 
-    def __init__(self, case: Case, ids_dtype=torch.int64, x_in_heap=False, timed=False, blocks=0):
+    def __init__(
+        self,
+        case: Case,
+        ids_dtype=torch.int64,
+        x_in_heap=False,
+        timed=False,
+        blocks=0,
+        may_be_small=True,
+    ):
         self.case = case
         tokens, hidden = case.max_tokens, case.hidden
         multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -49,7 +57,13 @@ class VirtualRanks:
             workspace.set_timeout(10.0)
         self.preparations = [
             _C.DevicePreparation(
-                workspace, case.top_k, tokens, case.settings(), most_blocks=blocks, timed=timed
+                workspace,
+                case.top_k,
+                tokens,
+                case.settings(),
+                most_blocks=blocks,
+                timed=timed,
+                may_be_small=may_be_small,
             )
             for workspace in self.workspaces
         ]

@@ -25,15 +25,17 @@ def run(case: Case, **options) -> None:
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_against_the_host(name):
-    run(FIXED[name])
+@pytest.mark.parametrize("may_be_small", [True, False])
+def test_against_the_host(may_be_small, name):
+    for x_in_heap in (False, True):
+        run(FIXED[name], may_be_small=may_be_small, x_in_heap=x_in_heap)
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_calls(seed):
     case = random_case(seed)
     dtype = torch.int32 if seed % 2 else torch.int64
-    run(case, ids_dtype=dtype, x_in_heap=seed % 3 == 0)
+    run(case, ids_dtype=dtype, x_in_heap=seed % 3 == 0, may_be_small=seed % 4 < 2)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -67,7 +69,7 @@ def test_many_experts_on_one_rank(local_experts):
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(100, 2**31))
 def test_any_shape(seed):
-    run(random_case(seed))
+    run(random_case(seed), x_in_heap=seed % 2 == 0, may_be_small=seed % 5 > 0)
 
 
 def test_few_tokens_in_buffers_for_many():
@@ -124,10 +126,11 @@ def test_while_another_stream_holds_multiprocessors():
         ranks.check(ids)
 
 
-@pytest.mark.parametrize("tokens", [(4096,), (3000, 4096)])
-def test_graph_replay_with_other_routings(tokens):
+@pytest.mark.parametrize("tokens", [(4096,), (3000, 4096), (200, 256)])
+@pytest.mark.parametrize("x_in_heap", [False, True])
+def test_graph_replay_with_other_routings(tokens, x_in_heap):
     case = Case(tokens, 8, 64, **LARGE)
-    with virtual_ranks(case) as ranks:
+    with virtual_ranks(case, x_in_heap=x_in_heap) as ranks:
         ranks.set_ids(case.ids())
         ranks.launch()
         torch.cuda.synchronize()

@@ -34,6 +34,8 @@ struct PreparationArgument {
     int32_t calls;         // one after the other, all alike
     uint32_t most_blocks;  // of a kernel
     uint32_t warps;        // of a block of the preparation
+    bool may_be_small;     // Preparation's
+    bool x_in_heap;        // nothing to stage
     int32_t ended_rank;    // whose workspace has ended before; -1: nobody's
 };
 
@@ -69,6 +71,10 @@ class PreparationRun {
             DeviceState& state = control_head(reinterpret_cast<char*>(window.mutable_data()))->device;
             state.limit_ns = kLimitNs;
             state.expired = state.ended = rank == argument_.ended_rank ? 1 : 0;
+            const auto& x = ranks_[static_cast<size_t>(rank)].x;
+            if (argument_.x_in_heap) {
+                std::memcpy(window.mutable_data() + layout_.x, x.data(), static_cast<size_t>(x.nbytes()));
+            }
             windows.push_back(window);
         }
         windows_ = session_.add_windows("window", windows, Use{false, false, true, /* is_input */ false});
@@ -87,6 +93,7 @@ class PreparationRun {
         result.shape = schedule::make_schedule_shape(sizes, config);
         result.most_blocks = argument_.most_blocks;
         result.warps = argument_.warps;
+        result.may_be_small = argument_.may_be_small;
         return result;
     }
 
@@ -108,8 +115,8 @@ class PreparationRun {
         inputs.group = {window, stride, record, rank, num_ranks_};
         inputs.ids_offset = layout_.ids;
         inputs.limits = {kLimitNs, &control_head(window)->device.expired, &record->wait, rank};
-        const launch::StagedRows x{inputs.header.num_tokens > 0 ? inputs.x.data : nullptr, row_bytes,
-                                   row_bytes, layout_.x};
+        const bool stages = inputs.header.num_tokens > 0 && !argument_.x_in_heap;
+        const launch::StagedRows x{stages ? inputs.x.data : nullptr, row_bytes, row_bytes, layout_.x};
         void* scratch = session_.scratch("preparation",
                                          static_cast<size_t>(launch::preparation_bytes(preparation)), rank);
         launch::EmulatorStream& stream = session_.stream(rank);
@@ -163,10 +170,12 @@ class PreparationRun {
 
 py::list prepare(const py::dict& settings, int64_t max_tokens, const std::vector<IdArray>& ids,
                  const std::vector<py::array>& x, int32_t calls, uint32_t most_blocks, uint32_t warps,
-                 const emu::RunOptions& options, int32_t ended_rank) {
+                 const emu::RunOptions& options, bool may_be_small, bool x_in_heap, int32_t ended_rank) {
     std::vector<RankCall> ranks;
     for (size_t rank = 0; rank < ids.size(); ++rank) ranks.push_back({ids[rank], x.at(rank)});
-    return PreparationRun({settings, max_tokens, calls, most_blocks, warps, ended_rank}, ranks).run(options);
+    const PreparationArgument argument{settings, max_tokens,   calls,     most_blocks,
+                                       warps,    may_be_small, x_in_heap, ended_rank};
+    return PreparationRun(argument, ranks).run(options);
 }
 
 }  // namespace
@@ -174,7 +183,7 @@ py::list prepare(const py::dict& settings, int64_t max_tokens, const std::vector
 void bind_preparation(py::module_& module) {
     module.def("prepare", &prepare, py::arg("settings"), py::arg("max_tokens"), py::arg("ids"), py::arg("x"),
                py::arg("calls"), py::arg("most_blocks"), py::arg("warps"), py::arg("options"),
-               py::arg("ended_rank") = -1,
+               py::arg("may_be_small") = true, py::arg("x_in_heap") = false, py::arg("ended_rank") = -1,
                "Each rank's prepared call as arrays, and the rows of x as it reaches those of all ranks.");
 }
 

@@ -39,7 +39,7 @@ launch::InputRows input_rows(const RowsArgument& rows) {
 class HeldPreparation {
   public:
     HeldPreparation(std::shared_ptr<Workspace> workspace, int32_t top_k, int64_t max_tokens,
-                    const py::dict& settings, uint32_t most_blocks, bool timed)
+                    const py::dict& settings, uint32_t most_blocks, bool timed, bool may_be_small)
         : workspace_(std::move(workspace)),
           sizes_(bindings::schedule_sizes(settings)),
           config_(bindings::kernel_config(settings)) {
@@ -53,6 +53,7 @@ class HeldPreparation {
         plan.pad = settings["pad"].cast<int64_t>();
         sizes_.num_local_experts = plan.num_local_experts();
         schedule::check_schedule(plan, sizes_, config_);
+        preparation_.may_be_small = may_be_small;
         preparation_.most_blocks = most_blocks > 0 ? most_blocks : workspace_->most_blocks;
         preparation_.shape = schedule::make_schedule_shape(sizes_, config_);
         header_.num_experts = plan.num_experts;
@@ -231,9 +232,9 @@ void bind_device_preparation(py::module_& module) {
              py::arg("data") = 0, py::arg("stride") = 0);
     py::class_<HeldPreparation>(module, "DevicePreparation",
                                 "The preparation of calls on a GPU (csrc/launch/device_call.h).")
-        .def(py::init<std::shared_ptr<Workspace>, int32_t, int64_t, const py::dict&, uint32_t, bool>(),
+        .def(py::init<std::shared_ptr<Workspace>, int32_t, int64_t, const py::dict&, uint32_t, bool, bool>(),
              py::arg("workspace"), py::arg("top_k"), py::arg("max_tokens"), py::arg("settings"),
-             py::arg("most_blocks") = 0, py::arg("timed") = false)
+             py::arg("most_blocks") = 0, py::arg("timed") = false, py::arg("may_be_small") = true)
         .def("launch", &HeldPreparation::launch, py::arg("topk_ids"), py::arg("ids_are_int64"),
              py::arg("num_tokens"), py::arg("x"), py::arg("dout"), py::arg("meets_outputs"),
              py::arg("stream"), Unlocked())
