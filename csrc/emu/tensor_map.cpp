@@ -1,6 +1,6 @@
 #include "csrc/emu/tensor_map.h"
 
-#include <cmath>
+#include <cstring>
 
 #include "csrc/emu/matrix_element.h"
 
@@ -8,15 +8,11 @@ namespace mok::emu {
 
 namespace {
 
-float without_subnormal(float value) {
-    return std::fpclassify(value) == FP_SUBNORMAL ? std::copysign(0.0f, value) : value;
-}
-
 void add_float(char* target, const char* addend) {
     float sum, other;
     std::memcpy(&sum, target, sizeof(sum));
     std::memcpy(&other, addend, sizeof(other));
-    sum = without_subnormal(without_subnormal(sum) + without_subnormal(other));
+    sum += other;
     std::memcpy(target, &sum, sizeof(sum));
 }
 
