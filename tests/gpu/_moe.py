@@ -10,6 +10,25 @@ from tests._numerics import Case, call, make_case, run
 
 DEVICE = "cuda"
 
+# K, E, H, I
+SIZES = {
+    "qwen": (8, 32, 512, 192),
+    "gpt_oss": (4, 8, 2880, 2880),
+    "tiny": (2, 4, 8, 8),
+    "narrow": (3, 5, 72, 24),
+    "one expert": (1, 1, 256, 264),
+    "many experts": (4, 192, 64, 64),
+}
+FEATURES = {
+    "shared": {"shared": 120},
+    "shared gate": {"shared": 64, "shared_gate": True},
+    "bias": {"bias": True},
+    "limit": {"swiglu_limit": 0.7},
+    "gpt_oss": {"activation": "gpt_oss", "bias": True},
+    "one": {"routing": "one"},
+    "uniform": {"routing": "uniform"},
+}
+
 
 def on_gpu(case: Case) -> Case:
     tensors = {name: tensor.to(DEVICE) for name, tensor in case.tensors.items()}

@@ -7,30 +7,12 @@ import torch
 
 import mok
 from tests._numerics import assert_bitwise_equal, relative_error, three_way
-from tests.gpu._moe import DEVICE, bf16_tensors, forward, forward_legs, gpu_case
+from tests.gpu._moe import DEVICE, FEATURES, SIZES, bf16_tensors, forward, forward_legs, gpu_case
 
 pytestmark = pytest.mark.usefixtures("needs_sm90")
 
 TOKENS = (0, 1, 31, 45, 257, 4099)
-# K, E, H, I
-SIZES = {
-    "qwen": (8, 32, 512, 192),
-    "gpt_oss": (4, 8, 2880, 2880),
-    "tiny": (2, 4, 8, 8),
-    "narrow": (3, 5, 72, 24),
-    "one expert": (1, 1, 256, 264),
-    "all experts": (6, 6, 128, 128),
-    "many experts": (4, 192, 64, 64),
-}
-FEATURES = {
-    "shared": {"shared": 120},
-    "shared gate": {"shared": 64, "shared_gate": True},
-    "bias": {"bias": True},
-    "limit": {"swiglu_limit": 0.7},
-    "gpt_oss": {"activation": "gpt_oss", "bias": True},
-    "one": {"routing": "one"},
-    "uniform": {"routing": "uniform"},
-}
+SIZES = SIZES | {"all experts": (6, 6, 128, 128)}
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The layer over several ranks, processes on as many GPUs as there are: the bits of one rank."""
 
+import itertools
 import os
 import signal
 import time
@@ -25,16 +26,17 @@ def part_of(case, rank, group, starts):
     return on_gpu(part.experts(rank * num_local, (rank + 1) * num_local))
 
 
+def longest(starts):
+    return max(end - begin for begin, end in itertools.pairwise(starts))
+
+
 def to_cpu(results):
     return {name: tensor.cpu() for name, tensor in results.items()}
 
 
 def forward_on_rank(rank, group, case, starts, **options):
     part = part_of(case, rank, group, starts)
-    options |= {
-        "group": group,
-        "max_tokens": max(starts[i + 1] - starts[i] for i in range(len(starts) - 1)),
-    }
+    options |= {"group": group, "max_tokens": longest(starts)}
     outs = [forward(part, **options).cpu() for _ in range(3)]
     for out in outs[1:]:
         assert_bitwise_equal({"out": out}, {"out": outs[0]})
@@ -43,10 +45,7 @@ def forward_on_rank(rank, group, case, starts, **options):
 
 def gradients_on_rank(rank, group, case, starts, **options):
     part = part_of(case, rank, group, starts)
-    options |= {
-        "group": group,
-        "max_tokens": max(starts[i + 1] - starts[i] for i in range(len(starts) - 1)),
-    }
+    options |= {"group": group, "max_tokens": longest(starts)}
     first = to_cpu(ours(part, **options))
     assert_bitwise_equal(to_cpu(ours(part, **options)), first)
     return first

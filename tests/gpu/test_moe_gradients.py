@@ -6,28 +6,9 @@ import torch
 import mok
 from mok.reference import moe_reference
 from tests._numerics import assert_bitwise_equal, run, run_exact, run_plain, three_way
-from tests.gpu._moe import DEVICE, bf16_tensors, gpu_case, ours
+from tests.gpu._moe import DEVICE, FEATURES, SIZES, bf16_tensors, gpu_case, ours
 
 pytestmark = pytest.mark.usefixtures("needs_sm90")
-
-# K, E, H, I
-SIZES = {
-    "qwen": (8, 32, 512, 192),
-    "gpt_oss": (4, 8, 2880, 2880),
-    "tiny": (2, 4, 8, 8),
-    "narrow": (3, 5, 72, 24),
-    "one expert": (1, 1, 256, 264),
-    "many experts": (4, 192, 64, 64),
-}
-FEATURES = {
-    "shared": {"shared": 120},
-    "shared gate": {"shared": 64, "shared_gate": True},
-    "bias": {"bias": True},
-    "limit": {"swiglu_limit": 0.7},
-    "gpt_oss": {"activation": "gpt_oss", "bias": True},
-    "one": {"routing": "one"},
-    "uniform": {"routing": "uniform"},
-}
 
 
 @pytest.fixture(scope="module")
