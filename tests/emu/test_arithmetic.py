@@ -268,13 +268,12 @@ def test_lines_that_end_inside_16_bytes(emulator):
     np.testing.assert_array_equal(padded[:, 13:], before[:, 13:])
 
 
-def test_sums_round_once_and_flush_fp32_subnormals(emulator):
+def test_sums_round_once_and_keep_subnormals(emulator):
     generator = np.random.default_rng(6)
     target, addend = (generator.standard_normal((8, 16)).astype(np.float32) for _ in range(2))
     target[0, :4] = [1e-40, -1e-40, 1.5e-38, np.inf]
     addend[0, :4] = [1.0, -1e-40, -1.4e-38, 1.0]
     expected = target + addend
-    expected[0, :3] = [1.0, -0.0, 0.0]
     floats = aligned(target)
     emulator.store_box(addend.view(np.uint8).ravel(), floats, [8, 16], [0, 0], 0, add=True)
     np.testing.assert_array_equal(floats.view(np.uint32), expected.view(np.uint32))
