@@ -85,24 +85,20 @@ class LoopProducts:
 
 
 class GroupedProducts:
-    """torch's grouped GEMM in BF16, results rounded once to BF16: CUDA."""
+    """torch's grouped GEMM, results rounded once to BF16, their dtype: CUDA."""
 
     @staticmethod
     def transposed(rows, weights, segments: Segments) -> Tensor:
-        product = torch.nn.functional.grouped_mm(
-            rows, weights.to(rows.dtype).transpose(1, 2), offs=segments.ends
-        )
-        return product.float()
+        weights = weights.to(rows.dtype).transpose(1, 2)
+        return torch.nn.functional.grouped_mm(rows, weights, offs=segments.ends)
 
     @staticmethod
     def plain(rows, weights, segments: Segments) -> Tensor:
-        product = torch.nn.functional.grouped_mm(rows, weights.to(rows.dtype), offs=segments.ends)
-        return product.float()
+        return torch.nn.functional.grouped_mm(rows, weights.to(rows.dtype), offs=segments.ends)
 
     @staticmethod
     def outer(left, right, segments: Segments) -> Tensor:
-        product = torch.nn.functional.grouped_mm(left.T, right, offs=segments.ends)
-        return product.float()
+        return torch.nn.functional.grouped_mm(left.T, right, offs=segments.ends)
 
 
 def products_for(x: Tensor) -> type[LoopProducts] | type[GroupedProducts]:

@@ -85,6 +85,23 @@ def test_no_token_on_any_rank():
     run_ranks(2, no_tokens_job)
 
 
+def no_routes_job(rank, group):
+    """Tokens without a route: zeros, though their weights are NaN."""
+    layer = make_layer(group, router=None, max_tokens=5, bias=True, **COLLECTIVE)
+    x = torch.randn(5, H).bfloat16().requires_grad_()
+    ids_TK = torch.full((5, K), -1 if rank == 0 else layer.num_experts)
+    weights_TK = torch.full((5, K), float("nan"), requires_grad=True)
+    out = layer(x, topk_ids=ids_TK, topk_weights=weights_TK)
+    out.sum().backward()
+    for tensor in (out, x.grad, weights_TK.grad, *(p.grad for p in layer.parameters())):
+        assert (tensor == 0).all()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_no_route_on_any_rank(num_ranks):
+    run_ranks(num_ranks, no_routes_job)
+
+
 def idle_job(rank, group):
     """All routes to rank 0: the idle rank's gradients are zeros, also under checkpointing."""
     layer = make_layer(group, router=None, bias=True, **COLLECTIVE)
