@@ -19,4 +19,32 @@ MOK_DEVICE void end_block(const ptx::WaitLimits& limits, bool is_expired) {
     if (ptx::thread_idx() == 0 && ptx::ld_relaxed_sys(&limits.record->complete) != 0) ptx::trap();
 }
 
+/// A kernel's whole block, from its start to its end. Each role is a function that the whole warp calls,
+/// `loader` one thread of it; it returns whether a wait has expired. `consumer` takes the index of the
+/// consumer warp.
+template <typename Loader, typename Scheduler, typename Store, typename Pull, typename Consumer>
+MOK_DEVICE void run_block(const Shared& shared, const ptx::WaitLimits& limits, const Loader& loader,
+                          const Scheduler& scheduler, const Store& store, const Pull& pull,
+                          const Consumer& consumer) {
+    const uint32_t warp = ptx::warp_idx();
+    if (!begin_block(shared, limits)) return;
+    bool is_expired = false;
+    if (warp < kFirstConsumerWarp) {
+        ptx::registers_decrease<kServingRegisters>();
+        if (warp == kLoaderWarp) {
+            if (ptx::elect_one()) is_expired = loader();
+        } else if (warp == kSchedulerWarp) {
+            is_expired = scheduler();
+        } else if (warp == kStoreWarp) {
+            is_expired = store();
+        } else {
+            is_expired = pull();
+        }
+    } else {
+        ptx::registers_increase<kConsumerRegisters>();
+        is_expired = consumer(warp - kFirstConsumerWarp);
+    }
+    end_block(limits, is_expired);
+}
+
 }  // namespace mok::sm90

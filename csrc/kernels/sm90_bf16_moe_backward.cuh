@@ -36,25 +36,14 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
     sm90_bf16_moe_backward_kernel(const __grid_constant__ MoeBackwardParams params) {
     using namespace moe_backward_detail;
     const Shared shared{ptx::dynamic_shared()};
-    const uint32_t warp = ptx::warp_idx();
-    if (!begin_block(shared, params.limits)) return;
-    bool is_expired = false;
-    if (warp < kFirstConsumerWarp) {
-        ptx::registers_decrease<kServingRegisters>();
-        if (warp == kLoaderWarp) {
-            if (ptx::elect_one()) is_expired = run_loader(params, shared);
-        } else if (warp == kSchedulerWarp) {
-            is_expired = run_scheduler<kTimeline>(params, shared);
-        } else if (warp == kStoreWarp) {
-            is_expired = run_store_warp(params, shared);
-        } else {
-            is_expired = run_pull_warp<true, kTimeline>(params, shared);
-        }
-    } else {
-        ptx::registers_increase<kConsumerRegisters>();
-        is_expired = run_consumer<kForm, kTimeline>(params, shared, warp - kFirstConsumerWarp);
-    }
-    end_block(params.limits, is_expired);
+    run_block(
+        shared, params.limits, [&] { return run_loader(params, shared); },
+        [&] { return run_scheduler<BackwardPass, kTimeline>(params, shared); },
+        [&] { return run_store_warp(params, shared); },
+        [&] { return run_pull_warp<true, kTimeline>(params, shared); },
+        [&](uint32_t consumer_warp) {
+            return run_consumer<kForm, kTimeline>(params, shared, consumer_warp);
+        });
 }
 
 }  // namespace mok

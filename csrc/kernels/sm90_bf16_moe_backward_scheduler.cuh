@@ -2,6 +2,7 @@
 #pragma once
 
 #include "csrc/kernels/sm90_bf16_moe_backward_params.cuh"
+#include "csrc/kernels/sm90_bf16_moe_scheduler_loop.cuh"
 
 namespace mok::moe_backward_detail {
 
@@ -61,106 +62,78 @@ MOK_DEVICE void set_gradient_tile(const MoeBackwardParams& params, const schedul
     if (adds || is_float) tile.flags |= kLeavesChunks;
 }
 
-MOK_DEVICE BackwardTask tile_task(const MoeBackwardParams& params, const schedule::Table& table,
-                                  schedule::Task task, int32_t id) {
-    BackwardTask tile{};
-    tile.flags = task.shared ? kShared : 0;
-    if (task.kind == TaskKind::kZeroGrad) {
-        tile.flags |= kZeroes;
-        schedule::set_gradient_tile(params.shape, task.shared ? params.shape.shared : params.shape.routed,
-                                    task.span_tile, task);
-    }
-    tile.kind = static_cast<int32_t>(task.kind);
-    tile.expert = task.shared ? 0 : task.expert;
-    tile.row_block = task.begin;
-    tile.id = id;
-    if (task.is_gradient()) {
-        set_gradient_tile(params, table, task, tile);
-    } else {
-        set_block_tile(params, table, task, tile);
-    }
-    return tile;
-}
+/// What run_scheduler asks for.
+struct BackwardPass {
+    using Params = MoeBackwardParams;
+    using Tile = BackwardTask;
 
-/// The whole warp, 32 counters at a time: in this pass a task waits for counters of its own row blocks, and
-/// of its accumulator. Returns the counter that was last found short, -1 if none was.
-MOK_DEVICE int32_t wait_for_operands(const MoeBackwardParams& params, const schedule::Table& table,
-                                     const schedule::Task& task, uint32_t lane, ptx::Deadline& deadline) {
-    if (!params.shape.backward()) __builtin_unreachable();  // leaves out the other pass's waits
-    schedule::Wait waits[schedule::kMaxWaits];
-    const int32_t num_waits = schedule::task_waits(params.shape, task, waits);
-    const int32_t first_block = schedule::counter_block(params.shape, task.shared, 0);
-    int32_t waited_for = -1;
-    for (int32_t i = 0; i < num_waits; ++i) {
-        const schedule::Wait& wait = waits[i];
-        for (int32_t first = wait.first; first < wait.last; first += ptx::kWarpThreads) {
-            const int32_t index = first + static_cast<int32_t>(lane);
-            bool is_short = false;
-            if (index < wait.last) {
-                const uint32_t* counter = counter_address(params, table, wait.counter, index);
-                int32_t target = wait.target;
-                if (target == schedule::kFinal) {
-                    target = schedule::block_final_value(params.shape, table, wait.counter, task.shared,
-                                                         task.expert, task.chunk, index - first_block);
+    MOK_DEVICE static schedule::Task decode(const Params& params, const schedule::Table& table, int64_t index,
+                                            int32_t& run_hint, uint32_t lane) {
+        if (index < table.num_shared_tasks) return schedule::shared_task(params.shape, index);
+        index -= table.num_shared_tasks;
+        if (index < table.num_routed_tasks) {
+            run_hint = find_run<&schedule::Run::task_begin>(table, index, run_hint, lane);
+            return schedule::routed_task(params.shape, table, run_hint, index);
+        }
+        index -= table.num_routed_tasks;
+        return index < schedule::num_zero_tasks(params.shape, table)
+                   ? schedule::zero_task(params.shape, table, index)
+                   : schedule::empty_task(TaskKind::kExit);
+    }
+
+    /// 32 counters at a time: in this pass a task waits for counters of its own row blocks, and of its
+    /// accumulator.
+    MOK_DEVICE static int32_t wait(const Params& params, const schedule::Table& table,
+                                   const schedule::Task& task, uint32_t lane, ptx::Deadline& deadline) {
+        if (!params.shape.backward()) __builtin_unreachable();  // leaves out the other pass's waits
+        schedule::Wait waits[schedule::kMaxWaits];
+        const int32_t num_waits = schedule::task_waits(params.shape, task, waits);
+        const int32_t first_block = schedule::counter_block(params.shape, task.shared, 0);
+        int32_t waited_for = -1;
+        for (int32_t i = 0; i < num_waits; ++i) {
+            const schedule::Wait& wait = waits[i];
+            for (int32_t first = wait.first; first < wait.last; first += ptx::kWarpThreads) {
+                const int32_t index = first + static_cast<int32_t>(lane);
+                bool is_short = false;
+                if (index < wait.last) {
+                    const uint32_t* counter = counter_address(params, table, wait.counter, index);
+                    int32_t target = wait.target;
+                    if (target == schedule::kFinal) {
+                        target = schedule::block_final_value(params.shape, table, wait.counter, task.shared,
+                                                             task.expert, task.chunk, index - first_block);
+                    }
+                    is_short = ptx::ld_acquire_gpu(counter) < static_cast<uint32_t>(target);
+                    if (is_short) {
+                        ptx::wait_reached_acquire_gpu(counter, static_cast<uint32_t>(target), deadline);
+                    }
                 }
-                is_short = ptx::ld_acquire_gpu(counter) < static_cast<uint32_t>(target);
-                if (is_short) {
-                    ptx::wait_reached_acquire_gpu(counter, static_cast<uint32_t>(target), deadline);
-                }
+                if (ptx::any_lane(is_short)) waited_for = static_cast<int32_t>(wait.counter);
             }
-            if (ptx::any_lane(is_short)) waited_for = static_cast<int32_t>(wait.counter);
         }
-    }
-    return waited_for;
-}
-
-/// schedule::decode_task by the whole warp.
-MOK_DEVICE schedule::Task decode(const MoeBackwardParams& params, const schedule::Table& table, int64_t index,
-                                 int32_t& run_hint, uint32_t lane) {
-    if (index < table.num_shared_tasks) return schedule::shared_task(params.shape, index);
-    index -= table.num_shared_tasks;
-    if (index < table.num_routed_tasks) {
-        run_hint = find_run<&schedule::Run::task_begin>(table, index, run_hint, lane);
-        return schedule::routed_task(params.shape, table, run_hint, index);
-    }
-    index -= table.num_routed_tasks;
-    return index < schedule::num_zero_tasks(params.shape, table)
-               ? schedule::zero_task(params.shape, table, index)
-               : schedule::empty_task(TaskKind::kExit);
-}
-
-/// The whole warp: claims the next task when the loader nears the end of one, waits for its operands, hands
-/// it to the block.
-template <bool kTimeline>
-MOK_DEVICE bool run_scheduler(const MoeBackwardParams& params, const Shared& shared) {
-    ptx::Deadline deadline = deadline_at(params, WaitPlace::kScheduler);
-    const uint32_t lane = ptx::lane_idx();
-    TaskCursor cursor;
-    StagingCursor claim;
-    const schedule::Table table = *params.call.table;
-    int32_t run_hint = 0;
-    for (;;) {
-        ptx::mbar_wait(shared.claim(), claim.parity ^ 1, deadline);  // at once for the first task
-        claim.next();
-        uint32_t index = 0;
-        if (lane == 0) index = ptx::atom_relaxed_gpu_add(params.call.task_claim, 1u);
-        index = ptx::shuffle(index, 0);
-        const schedule::Task task = decode(params, table, index, run_hint, lane);
-        BackwardTask tile{};
-        tile.kind = kExitTask;
-        if (task.kind != TaskKind::kExit) {
-            deadline.place = static_cast<uint32_t>(WaitPlace::kTask);
-            const int32_t waited_for = wait_for_operands(params, table, task, lane, deadline);
-            deadline.place = static_cast<uint32_t>(WaitPlace::kScheduler);
-            tile = tile_task(params, table, task, static_cast<int32_t>(index));
-            if constexpr (kTimeline) tile.flags |= (waited_for + 1) << kWaitedShift;
-        }
-        if (ptx::any_lane(deadline.expired)) return true;
         ptx::sync_warp();  // what any lane has acquired comes before lane 0's signal
-        if (lane == 0) publish_task(shared, cursor, tile, deadline);
-        cursor = TaskCursor{ptx::shuffle(cursor.slot, 0), ptx::shuffle(cursor.parity, 0)};
-        if (tile.kind == kExitTask) return ptx::any_lane(deadline.expired);
+        return waited_for;
     }
-}
+
+    MOK_DEVICE static Tile tile(const Params& params, const schedule::Table& table, schedule::Task task,
+                                int32_t id) {
+        Tile tile{};
+        tile.flags = task.shared ? kShared : 0;
+        if (task.kind == TaskKind::kZeroGrad) {
+            tile.flags |= kZeroes;
+            schedule::set_gradient_tile(params.shape, task.shared ? params.shape.shared : params.shape.routed,
+                                        task.span_tile, task);
+        }
+        tile.kind = static_cast<int32_t>(task.kind);
+        tile.expert = task.shared ? 0 : task.expert;
+        tile.row_block = task.begin;
+        tile.id = id;
+        if (task.is_gradient()) {
+            set_gradient_tile(params, table, task, tile);
+        } else {
+            set_block_tile(params, table, task, tile);
+        }
+        return tile;
+    }
+};
 
 }  // namespace mok::moe_backward_detail

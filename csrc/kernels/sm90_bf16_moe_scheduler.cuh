@@ -3,27 +3,9 @@
 
 #include "csrc/gemm/sm90_mainloop.cuh"
 #include "csrc/kernels/sm90_bf16_moe_params.cuh"
+#include "csrc/kernels/sm90_bf16_moe_scheduler_loop.cuh"
 
 namespace mok::moe_forward_detail {
-
-MOK_DEVICE TileTask tile_task(const MoeForwardParams& params, const schedule::Table& table,
-                              const schedule::Task& task, int32_t id) {
-    const schedule::ScheduleShape& shape = params.shape;
-    const bool gate_up = task.kind == TaskKind::kGateUp;
-    TileTask tile{};
-    tile.kind = static_cast<int32_t>(task.kind);
-    tile.flags = task.shared ? kShared : 0;
-    // The shared expert's rows belong to the first chunk, which is the saved one.
-    if (gate_up && shape.saves_gate_up(task.shared ? 0 : task.chunk)) tile.flags |= kSavesGateUp;
-    if (gate_up && !task.shared && shape.saves_x(task.chunk)) tile.flags |= kReadsSavedX;
-    tile.valid_rows = schedule::valid_rows(shape, table, task.shared, task.expert, task.begin);
-    tile.expert = task.shared ? 0 : task.expert;
-    tile.row_block = task.begin;
-    tile.row = task.shared ? task.begin * shape.block_m : ring_row(shape, task.begin);
-    tile.column = task.n_tile * static_cast<int32_t>(gate_up ? kTileN / 2 : kTileN);
-    tile.id = id;
-    return tile;
-}
 
 /// Lane 0 waits for the operands of a task whose kind, and with it the counters, the compiler knows: the code
 /// of schedule::task_waits and its targets is a fraction then. Returns the counter that was last found short,
@@ -53,53 +35,48 @@ MOK_DEVICE int32_t wait_for_kind(const MoeForwardParams& params, const schedule:
     return waited_for;
 }
 
-/// schedule::decode_task by the whole warp; forward and recompute have no tasks over spans.
-MOK_DEVICE schedule::Task decode(const MoeForwardParams& params, const schedule::Table& table, int64_t index,
-                                 int32_t& run_hint, uint32_t lane) {
-    if (index < table.num_shared_tasks) return schedule::shared_task<false>(params.shape, index);
-    index -= table.num_shared_tasks;
-    if (index >= table.num_routed_tasks) return schedule::empty_task(TaskKind::kExit);
-    run_hint = find_run<&schedule::Run::task_begin>(table, index, run_hint, lane);
-    return schedule::routed_task<false>(params.shape, table, run_hint, index);
-}
+/// What run_scheduler asks for.
+struct ForwardPass {
+    using Params = MoeForwardParams;
+    using Tile = TileTask;
 
-/// The whole warp: claims the next task when the loader nears the end of one, waits for its operands, hands
-/// it to the block.
-template <bool kTimeline>
-MOK_DEVICE bool run_scheduler(const MoeForwardParams& params, const Shared& shared) {
-    ptx::Deadline deadline = deadline_at(params, WaitPlace::kScheduler);
-    const uint32_t lane = ptx::lane_idx();
-    TaskCursor cursor;
-    StagingCursor claim;
-    const schedule::Table table = *params.call.table;
-    int32_t run_hint = 0;
-    for (;;) {
-        ptx::mbar_wait(shared.claim(), claim.parity ^ 1, deadline);  // at once for the first task
-        claim.next();
-        uint32_t index = 0;
-        if (lane == 0) index = ptx::atom_relaxed_gpu_add(params.call.task_claim, 1u);
-        index = ptx::shuffle(index, 0);
-        const schedule::Task task = decode(params, table, index, run_hint, lane);
-        TileTask tile{};
-        tile.kind = kExitTask;
-        if (task.kind != TaskKind::kExit) {
-            deadline.place = static_cast<uint32_t>(WaitPlace::kTask);
-            int32_t waited_for = -1;
-            if (lane == 0) {
-                waited_for = task.kind == TaskKind::kGateUp
-                                 ? wait_for_kind<TaskKind::kGateUp>(params, table, task, deadline)
-                                 : wait_for_kind<TaskKind::kDown>(params, table, task, deadline);
-            }
-            deadline.place = static_cast<uint32_t>(WaitPlace::kScheduler);
-            tile = tile_task(params, table, task, static_cast<int32_t>(index));
-            if constexpr (kTimeline) tile.flags |= (waited_for + 1) << kWaitedShift;
-        }
-        if (ptx::any_lane(deadline.expired)) return true;
-        if (lane == 0) publish_task(shared, cursor, tile, deadline);
-        cursor = TaskCursor{ptx::shuffle(cursor.slot, 0), ptx::shuffle(cursor.parity, 0)};
-        if (tile.kind == kExitTask) return ptx::any_lane(deadline.expired);
+    /// Forward and recompute have no tasks over spans.
+    MOK_DEVICE static schedule::Task decode(const Params& params, const schedule::Table& table, int64_t index,
+                                            int32_t& run_hint, uint32_t lane) {
+        if (index < table.num_shared_tasks) return schedule::shared_task<false>(params.shape, index);
+        index -= table.num_shared_tasks;
+        if (index >= table.num_routed_tasks) return schedule::empty_task(TaskKind::kExit);
+        run_hint = find_run<&schedule::Run::task_begin>(table, index, run_hint, lane);
+        return schedule::routed_task<false>(params.shape, table, run_hint, index);
     }
-}
+
+    MOK_DEVICE static int32_t wait(const Params& params, const schedule::Table& table,
+                                   const schedule::Task& task, uint32_t lane, ptx::Deadline& deadline) {
+        if (lane != 0) return -1;
+        return task.kind == TaskKind::kGateUp
+                   ? wait_for_kind<TaskKind::kGateUp>(params, table, task, deadline)
+                   : wait_for_kind<TaskKind::kDown>(params, table, task, deadline);
+    }
+
+    MOK_DEVICE static Tile tile(const Params& params, const schedule::Table& table,
+                                const schedule::Task& task, int32_t id) {
+        const schedule::ScheduleShape& shape = params.shape;
+        const bool gate_up = task.kind == TaskKind::kGateUp;
+        Tile tile{};
+        tile.kind = static_cast<int32_t>(task.kind);
+        tile.flags = task.shared ? kShared : 0;
+        // The shared expert's rows belong to the first chunk, which is the saved one.
+        if (gate_up && shape.saves_gate_up(task.shared ? 0 : task.chunk)) tile.flags |= kSavesGateUp;
+        if (gate_up && !task.shared && shape.saves_x(task.chunk)) tile.flags |= kReadsSavedX;
+        tile.valid_rows = schedule::valid_rows(shape, table, task.shared, task.expert, task.begin);
+        tile.expert = task.shared ? 0 : task.expert;
+        tile.row_block = task.begin;
+        tile.row = task.shared ? task.begin * shape.block_m : ring_row(shape, task.begin);
+        tile.column = task.n_tile * static_cast<int32_t>(gate_up ? kTileN / 2 : kTileN);
+        tile.id = id;
+        return tile;
+    }
+};
 
 /// Where a task's operands lie.
 MOK_DEVICE TileOperands operands_of(const MoeForwardParams& params, const TileTask& task) {

@@ -67,7 +67,7 @@ NOT_NOTICED = {
     ("kernels/sm90_bf16_moe_pull.cuh", "ld_acquire_gpu(counter) < target"): (
         "the wait behind it looks again"
     ),
-    ("kernels/sm90_bf16_moe_scheduler.cuh", "mbar_wait(shared.claim()"): (
+    ("kernels/sm90_bf16_moe_scheduler_loop.cuh", "mbar_wait(shared.claim()"): (
         "claiming earlier is right, but at the end blocks would sit on tasks"
     ),
     ("kernels/sm90_bf16_moe_store.cuh", "bulk_wait<0>();"): (
