@@ -140,20 +140,23 @@ MOK_DEVICE bool load_wgrad(const MoeBackwardParams& params, StageFiller& filler,
     }
     const SpanProduct product = span_product(params, task);
     const bool in_ring = !is_shared(task);
+    StepRows a_rows = step_rows(params, task, in_ring);
+    StepRows b_rows = step_rows(params, task, in_ring && product.b_in_ring);
     for (int32_t step = 0; step < task.steps; ++step) {
         if (!filler.begin_stage(task.parts() * kRowBoxBytes + 2 * kWeightBoxBytes)) return false;
-        const int32_t a_row = step_row(params, task, step, in_ring);
-        const int32_t b_row = step_row(params, task, step, in_ring && product.b_in_ring);
         for (uint32_t part = 0; part < task.parts(); ++part) {
             ptx::tma_load_2d(filler.box(part), product.a, task.row + static_cast<int32_t>(part * kPartRows),
-                             a_row, filler.full());
+                             a_rows.row, filler.full());
         }
 #pragma unroll
         for (uint32_t panel = 0; panel < kChunks; ++panel) {
             ptx::tma_load_2d(filler.box(kParts + panel), product.b,
-                             task.column + static_cast<int32_t>(panel * kBoxColumns), b_row, filler.full());
+                             task.column + static_cast<int32_t>(panel * kBoxColumns), b_rows.row,
+                             filler.full());
         }
         filler.end_stage();
+        a_rows.next();
+        b_rows.next();
     }
     if (!has(task, kLeavesChunks)) return true;
     const ptx::TensorMap* before =
@@ -169,14 +172,16 @@ MOK_DEVICE bool load_bias(const MoeBackwardParams& params, StageFiller& filler, 
                                 : matrix == Matrix::kUp ? &rows.dup
                                                         : &rows.dout;
     const uint32_t panels = static_cast<uint32_t>(chunks_of(gradient_rows(params, task) - task.column));
+    StepRows rows_of_step = step_rows(params, task, true);
     for (int32_t step = 0; step < task.steps; ++step) {
         if (!filler.begin_stage(panels * kRowBoxBytes)) return false;
-        const int32_t row = step_row(params, task, step, true);
         for (uint32_t panel = 0; panel < panels; ++panel) {
             ptx::tma_load_2d(filler.box(kParts + panel), map,
-                             task.column + static_cast<int32_t>(panel * kBoxColumns), row, filler.full());
+                             task.column + static_cast<int32_t>(panel * kBoxColumns), rows_of_step.row,
+                             filler.full());
         }
         filler.end_stage();
+        rows_of_step.next();
     }
     return true;
 }

@@ -126,13 +126,23 @@ MOK_DEVICE const MoeGradients& gradients_of(const MoeBackwardParams& params, con
     return params.gradients[task.flags & kShared];
 }
 
-/// Where 64 rows of a span lie that a gradient's K step `step` sums over.
-MOK_DEVICE int32_t step_row(const MoeBackwardParams& params, const BackwardTask& task, int32_t step,
-                            bool in_ring) {
-    constexpr int32_t kStepsOfBlock = kTileM / kTileK;
-    const int32_t block = task.row_block + step / kStepsOfBlock;
-    const int32_t row = step % kStepsOfBlock * static_cast<int32_t>(kTileK);
-    return row + (in_ring ? ring_row(params.shape, block) : block * static_cast<int32_t>(kTileM));
+/// Where the 64 rows lie that a gradient's K steps sum over, one step after the other: in the ring or at
+/// their own place. No division: the loader computes nothing between a free stage and its loads, which the
+/// next but one step's product waits for.
+struct StepRows {
+    int32_t row;
+    int32_t ring_end;  // behind it the ring begins again; -1: not in the ring
+
+    MOK_DEVICE void next() {
+        row += static_cast<int32_t>(kTileK);
+        if (row == ring_end) row = 0;
+    }
+};
+
+MOK_DEVICE StepRows step_rows(const MoeBackwardParams& params, const BackwardTask& task, bool in_ring) {
+    const schedule::ScheduleShape& shape = params.shape;
+    if (!in_ring) return {task.row_block * static_cast<int32_t>(kTileM), -1};
+    return {ring_row(shape, task.row_block), shape.ring_blocks * shape.block_m};
 }
 
 }  // namespace moe_backward_detail

@@ -193,11 +193,12 @@ MOK_DEVICE void finish_bias(const MoeBackwardParams& params, const Shared& share
     float* accumulator = params.accumulators.bias[matrix] + column;
     Columns sum{}, partial{};
     if (has(task, kContinues) && is_inside) sum = load_columns(accumulator);
+    StepRows ring = step_rows(params, task, true);
     for (int32_t step = 0; step < task.steps; ++step) {
         const int32_t rows = task.row - step * static_cast<int32_t>(kTileK);
         float weight[2] = {};
         if (is_weighted) {
-            const float* weights = params.row_weights + step_row(params, task, step, true);
+            const float* weights = params.row_weights + ring.row;
             const int32_t own = static_cast<int32_t>(self.lane), next = own + 32;
             if (own < rows) weight[0] = ptx::load_global(weights + own);
             if (next < rows) weight[1] = ptx::load_global(weights + next);
@@ -212,6 +213,7 @@ MOK_DEVICE void finish_bias(const MoeBackwardParams& params, const Shared& share
             }
         }
         release_stage(shared, self.stages, self.lane);
+        ring.next();
         if (step % kStepsOfBlock == kStepsOfBlock - 1 || step + 1 == task.steps) {
             sum = {sum.low + partial.low, sum.high + partial.high};
             partial = {};
