@@ -121,8 +121,19 @@ MOK_DEVICE uint32_t word_at(uint32_t first, uint32_t j, uint32_t h) {
 
 inline constexpr uint32_t kChunkAccumulators = kAccumulators / kChunks;
 
-/// The next chunk's accumulators take the first places: a loop over chunks has one copy of its body. Four
-/// copies of a long one would be more than the instruction caches hold.
+// The next chunk's accumulators take the first places: a loop over chunks has one copy of its body. Four
+// copies of a long one would be more than the instruction caches hold.
+
+/// The first chunk's are lost. Pinned, or ptxas moves them a second time at the loop's other end.
+MOK_DEVICE void shift_chunks(float (&accumulators)[kAccumulators]) {
+    ptx::wgmma_pin(accumulators);
+#pragma unroll
+    for (uint32_t i = 0; i + kChunkAccumulators < kAccumulators; ++i) {
+        accumulators[i] = accumulators[i + kChunkAccumulators];
+    }
+}
+
+/// The first chunk's become the last ones.
 MOK_DEVICE void rotate_chunks(float (&accumulators)[kAccumulators]) {
     float first[kChunkAccumulators];
 #pragma unroll

@@ -55,11 +55,11 @@ MOK_DEVICE float sum_chains(float (&sums)[2]) {
 }  // namespace dhidden_detail
 
 /// One warp's 16 rows of a chunk in `stage`, which has landed, with the first chunk's accumulators; `sums`:
-/// of the thread's two rows over the chunk, right in lanes 4 i. Rows that are not valid become zeros, where
-/// `is_ragged` says that there are any.
-template <ActivationForm kForm>
+/// of the thread's two rows over the chunk, right in lanes 4 i. With kRagged, rows that are not valid become
+/// zeros: 48 selects that most tiles do without.
+template <ActivationForm kForm, bool kRagged>
 MOK_DEVICE void finish_dhidden_chunk(const Shared& shared, uint32_t stage, uint32_t part, uint32_t part_warp,
-                                     uint32_t lane, const RowPair& rows, bool is_ragged, float limit,
+                                     uint32_t lane, const RowPair& rows, float limit,
                                      const float (&accumulators)[kAccumulators], float (&sums)[2]) {
     // As stage_boxes: lane l addresses row l % 8 of the matrix of columns 8 (l / 8) ...
     const uint32_t first = stage_box(shared, stage, part) + (part_warp * 16 + lane % 8) * kLineBytes +
@@ -80,7 +80,7 @@ MOK_DEVICE void finish_dhidden_chunk(const Shared& shared, uint32_t stage, uint3
                                                      accumulators[word + 1], gate[i], up[i], hidden[i],
                                                      chains[h]);
             }
-            if (is_ragged && !rows.is_valid[h]) {
+            if (kRagged && !rows.is_valid[h]) {
 #pragma unroll
                 for (uint32_t i = 0; i < 4; ++i) gate[i] = up[i] = hidden[i] = 0;
             }

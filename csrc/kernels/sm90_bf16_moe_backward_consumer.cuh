@@ -7,13 +7,14 @@
 namespace mok::moe_backward_detail {
 
 /// Calls body(chunk) for the task's chunks, each with its accumulators in the first places; afterwards they
-/// are in no order.
+/// are lost.
 template <typename Body>
 MOK_DEVICE void for_chunks(const BackwardTask& task, float (&accumulators)[kAccumulators], const Body& body) {
 #pragma unroll 1
-    for (int32_t chunk = 0; chunk < task.chunks; ++chunk) {
+    for (int32_t chunk = 0;;) {
         body(chunk);
-        rotate_chunks(accumulators);
+        if (++chunk >= task.chunks) break;
+        shift_chunks(accumulators);
     }
 }
 
@@ -55,23 +56,15 @@ MOK_DEVICE RowPair row_pair(const MoeBackwardParams& params, const BackwardTask&
     return rows;
 }
 
-template <ActivationForm kForm>
-MOK_DEVICE void finish_dhidden(const MoeBackwardParams& params, const Shared& shared,
-                               const BackwardTask& task, const RowPair& rows, Consumer& self,
-                               ptx::Deadline& deadline, float (&accumulators)[kAccumulators]) {
-    const bool is_ragged = task.valid_rows < static_cast<int32_t>(kTileM);
-    if (params.row_weights != nullptr && !is_shared(task) && task.column == 0 && self.lane % 4 == 0) {
-#pragma unroll
-        for (int32_t h = 0; h < 2; ++h) {
-            float* at = params.row_weights + task.row + self.row() + 8 * h;
-            if (rows.is_valid[h]) ptx::store_global(at, rows.weight[h]);
-        }
-    }
+template <ActivationForm kForm, bool kRagged>
+MOK_DEVICE void finish_dhidden_chunks(const Shared& shared, const BackwardTask& task, const RowPair& rows,
+                                      float limit, Consumer& self, ptx::Deadline& deadline,
+                                      float (&accumulators)[kAccumulators]) {
     for_chunks(task, accumulators, [&](int32_t chunk) {
         wait_stage(shared, self, deadline);
         float sums[2];
-        finish_dhidden_chunk<kForm>(shared, self.stages.slot, self.part, self.part_warp, self.lane, rows,
-                                    is_ragged, params.limit, accumulators, sums);
+        finish_dhidden_chunk<kForm, kRagged>(shared, self.stages.slot, self.part, self.part_warp, self.lane,
+                                             rows, limit, accumulators, sums);
         if (chunk == 0) begin_staging(shared, self.staging, self.part, deadline);
         if (self.lane % 4 == 0) {
             const uint32_t row = self.part_warp * 16 + self.lane / 4;
@@ -81,6 +74,24 @@ MOK_DEVICE void finish_dhidden(const MoeBackwardParams& params, const Shared& sh
         }
         hand_over_chunk(shared, self.stages, self.staging, self.part, self.lane, deadline);
     });
+}
+
+template <ActivationForm kForm>
+MOK_DEVICE void finish_dhidden(const MoeBackwardParams& params, const Shared& shared,
+                               const BackwardTask& task, const RowPair& rows, Consumer& self,
+                               ptx::Deadline& deadline, float (&accumulators)[kAccumulators]) {
+    if (params.row_weights != nullptr && !is_shared(task) && task.column == 0 && self.lane % 4 == 0) {
+#pragma unroll
+        for (int32_t h = 0; h < 2; ++h) {
+            float* at = params.row_weights + task.row + self.row() + 8 * h;
+            if (rows.is_valid[h]) ptx::store_global(at, rows.weight[h]);
+        }
+    }
+    if (task.valid_rows < static_cast<int32_t>(kTileM)) {
+        finish_dhidden_chunks<kForm, true>(shared, task, rows, params.limit, self, deadline, accumulators);
+    } else {
+        finish_dhidden_chunks<kForm, false>(shared, task, rows, params.limit, self, deadline, accumulators);
+    }
 }
 
 MOK_DEVICE void finish_dx(const Shared& shared, Consumer& self, ptx::Deadline& deadline,
@@ -124,14 +135,15 @@ MOK_DEVICE void make_wgrad(const Shared& shared, const BackwardTask& task, Consu
     float accumulators[kAccumulators] = {};  // a gradient without rows is zeros
     const bool continues = has(task, kContinues);
     if (continues) {
-        for_chunks(task, accumulators, [&](int32_t) {
-            wait_stage(shared, self, deadline);
-            read_chunk(float_box(shared, self.stages.slot, self.part), self.part_warp, self.lane,
-                       accumulators);
-            release_stage(shared, self.stages, self.lane);
-        });
-        // Back to their places where the tile has fewer than all chunks.
-        for (int32_t chunk = task.chunks; chunk < static_cast<int32_t>(kChunks); ++chunk) {
+        // Once round, so that each chunk is in its place, and the missing ones of a narrow tile are zeros.
+#pragma unroll 1
+        for (int32_t chunk = 0; chunk < static_cast<int32_t>(kChunks); ++chunk) {
+            if (chunk < task.chunks) {
+                wait_stage(shared, self, deadline);
+                read_chunk(float_box(shared, self.stages.slot, self.part), self.part_warp, self.lane,
+                           accumulators);
+                release_stage(shared, self.stages, self.lane);
+            }
             rotate_chunks(accumulators);
         }
     }
