@@ -2,16 +2,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <string>
-
 #include "csrc/bindings/python/device_arguments.h"
-#include "csrc/bindings/schedule_settings.h"
 #include "csrc/layout/check.h"
 #include "csrc/symm/workspace.h"
 #if defined(MOK_WITH_SM90)
+#include "csrc/bindings/python/held_call.h"
 #include "csrc/launch/device_call.h"
 #include "csrc/launch/sm90_bf16_moe_backward.h"
-#include "csrc/schedule/host_schedule.h"
 #endif
 
 namespace py = pybind11;
@@ -27,27 +24,16 @@ class DeviceBackward {
   public:
     DeviceBackward(std::shared_ptr<Workspace> workspace, const py::dict& settings, int32_t top_k,
                    int64_t max_tokens)
-        : workspace_(std::move(workspace)),
-          sizes_(bindings::schedule_sizes(settings)),
-          config_(bindings::kernel_config(settings)) {
-        MOK_CHECK(workspace_->num_ranks() == 1, "DeviceBackward is for one rank.");
-        PlanShape& plan = preparation_.plan;
-        plan.num_ranks = 1;
-        plan.num_experts = settings["num_experts"].cast<int32_t>();
-        plan.top_k = top_k;
-        plan.max_tokens = max_tokens;
-        plan.pad = settings["pad"].cast<int64_t>();
-        sizes_.num_local_experts = plan.num_local_experts();
-        schedule::check_schedule(plan, sizes_, config_);
+        : held_(std::move(workspace), settings, top_k, max_tokens) {
+        MOK_CHECK(held_.workspace().num_ranks() == 1, "DeviceBackward is for one rank.");
     }
 
     void launch(const py::dict& tensors, uintptr_t stream) {
         const Arguments arguments(tensors);
-        sizes_.num_tokens = arguments.integer("num_tokens");
-        preparation_.shape = schedule::make_schedule_shape(sizes_, config_);
-        launch::DeviceCall call(*workspace_, reinterpret_cast<void*>(stream));
+        held_.set_tokens(arguments.integer("num_tokens"));
+        launch::DeviceCall call(held_.workspace(), reinterpret_cast<void*>(stream));
         launch::MoeBackward backward{};
-        backward.shape = preparation_.shape;
+        backward.shape = held_.preparation().shape;
         backward.call = prepare(call, arguments);
         backward.limits = call.limits();
         set_inputs(arguments, backward);
@@ -58,28 +44,19 @@ class DeviceBackward {
 
   private:
     schedule::PreparedCall prepare(launch::DeviceCall& call, const Arguments& arguments) {
-        CallHeader header{};
-        header.kind = static_cast<int64_t>(CallKind::kBackward);
-        header.num_tokens = sizes_.num_tokens;
-        header.num_experts = preparation_.plan.num_experts;
-        header.top_k = preparation_.plan.top_k;
-        header.hidden = sizes_.hidden;
-        header.intermediate = sizes_.intermediate;
-        header.dtype = static_cast<int64_t>(DType::kBFloat16);
-        header.save = static_cast<int64_t>(sizes_.save);
-        header.ring_rows = sizes_.ring_rows;
-        header.max_tokens = preparation_.plan.max_tokens;
-        header.gradients = sizes_.gradients;
+        const CallHeader header = held_.header();
+        const int64_t row_bytes = held_.sizes().row_bytes;
         const launch::CallTensors inputs{arguments.address("topk_ids"),
                                          arguments.integer("ids_are_int64") != 0,
-                                         {arguments.address("x"), sizes_.row_bytes},
-                                         {arguments.address("dout"), sizes_.row_bytes}};
-        char* memory = call.scratch(call.preparation_memory(preparation_, header, inputs));
-        return call.prepare(preparation_, header, inputs, memory);
+                                         {arguments.address("x"), row_bytes},
+                                         {arguments.address("dout"), row_bytes}};
+        char* memory = call.scratch(call.preparation_memory(held_.preparation(), header, inputs));
+        return call.prepare(held_.preparation(), header, inputs, memory);
     }
 
     void set_inputs(const Arguments& arguments, launch::MoeBackward& backward) const {
-        const int64_t experts = sizes_.num_local_experts, hidden = sizes_.hidden, inner = sizes_.intermediate;
+        const schedule::ScheduleSizes& sizes = held_.sizes();
+        const int64_t experts = sizes.num_local_experts, hidden = sizes.hidden, inner = sizes.intermediate;
         backward.routed.gate = arguments.weights("w_gate", experts, inner, hidden);
         backward.routed.up = arguments.weights("w_up", experts, inner, hidden);
         backward.routed.down = arguments.weights("w_down", experts, hidden, inner);
@@ -118,10 +95,7 @@ class DeviceBackward {
         backward.accumulate = arguments.integer("accumulate") != 0;
     }
 
-    std::shared_ptr<Workspace> workspace_;
-    schedule::ScheduleSizes sizes_;
-    schedule::KernelConfig config_;
-    launch::Preparation preparation_{};
+    HeldCall held_;
 };
 
 }  // namespace

@@ -3,14 +3,12 @@
 #include <pybind11/stl.h>
 
 #include "csrc/bindings/python/device_arguments.h"
-#include "csrc/bindings/schedule_settings.h"
-#include "csrc/layout/check.h"
 #include "csrc/symm/workspace.h"
 #if defined(MOK_WITH_SM90)
+#include "csrc/bindings/python/held_call.h"
 #include "csrc/launch/device_call.h"
 #include "csrc/launch/sm90_bf16_moe_forward.h"
 #include "csrc/launch/weighted_sum.h"
-#include "csrc/schedule/host_schedule.h"
 #endif
 
 namespace py = pybind11;
@@ -27,26 +25,12 @@ class DeviceForward {
   public:
     DeviceForward(std::shared_ptr<Workspace> workspace, const py::dict& settings, int32_t top_k,
                   int64_t max_tokens)
-        : workspace_(std::move(workspace)),
-          sizes_(bindings::schedule_sizes(settings)),
-          config_(bindings::kernel_config(settings)) {
-        PlanShape& plan = preparation_.plan;
-        plan.rank = workspace_->rank();
-        plan.num_ranks = workspace_->num_ranks();
-        plan.num_experts = settings["num_experts"].cast<int32_t>();
-        plan.top_k = top_k;
-        plan.max_tokens = max_tokens;
-        plan.pad = settings["pad"].cast<int64_t>();
-        sizes_.num_local_experts = plan.num_local_experts();
-        schedule::check_schedule(plan, sizes_, config_);
-        preparation_.most_blocks = workspace_->most_blocks;
-    }
+        : held_(std::move(workspace), settings, top_k, max_tokens) {}
 
     void launch(const py::dict& tensors, int64_t stages, uintptr_t stream) {
         const Arguments arguments(tensors);
-        sizes_.num_tokens = arguments.integer("num_tokens");
-        preparation_.shape = schedule::make_schedule_shape(sizes_, config_);
-        launch::DeviceCall call(*workspace_, reinterpret_cast<void*>(stream));
+        held_.set_tokens(arguments.integer("num_tokens"));
+        launch::DeviceCall call(held_.workspace(), reinterpret_cast<void*>(stream));
         if ((stages & kPrepare) != 0) prepare(call, arguments);
         if ((stages & kKernel) != 0) run_kernel(call, arguments);
         if ((stages & kMeet) != 0) call.meet_outputs();
@@ -55,37 +39,27 @@ class DeviceForward {
 
   private:
     void prepare(launch::DeviceCall& call, const Arguments& arguments) {
-        CallHeader header{};
-        header.kind = static_cast<int64_t>(CallKind::kForward);
-        header.num_tokens = sizes_.num_tokens;
-        header.num_experts = preparation_.plan.num_experts;
-        header.top_k = preparation_.plan.top_k;
-        header.hidden = sizes_.hidden;
-        header.intermediate = sizes_.intermediate;
-        header.shared_intermediate = sizes_.shared_intermediate;
-        header.dtype = static_cast<int64_t>(workspace_->dtype);
-        header.save = static_cast<int64_t>(sizes_.save);
-        header.ring_rows = sizes_.ring_rows;
-        header.max_tokens = preparation_.plan.max_tokens;
+        const CallHeader header = held_.header();
         const launch::CallTensors inputs{arguments.address("topk_ids"),
                                          arguments.integer("ids_are_int64") != 0,
                                          {arguments.address("x"), arguments.integer("x_stride")},
                                          {}};
-        char* memory = call.scratch(call.preparation_memory(preparation_, header, inputs));
-        prepared_ = call.prepare(preparation_, header, inputs, memory);
+        char* memory = call.scratch(call.preparation_memory(held_.preparation(), header, inputs));
+        prepared_ = call.prepare(held_.preparation(), header, inputs, memory);
     }
 
     /// Several ranks: in the window; one: wherever the caller has them.
     void* home_rows(const launch::DeviceCall& call, const Arguments& arguments) const {
-        if (workspace_->num_ranks() == 1) return arguments.address("home_rows");
-        return call.group().window + workspace_->layout.rows;
+        if (held_.workspace().num_ranks() == 1) return arguments.address("home_rows");
+        return call.group().window + held_.workspace().layout.rows;
     }
 
     void run_kernel(launch::DeviceCall& call, const Arguments& arguments) const {
-        const int64_t experts = sizes_.num_local_experts, hidden = sizes_.hidden, inner = sizes_.intermediate,
-                      shared = sizes_.shared_intermediate;
+        const schedule::ScheduleSizes& sizes = held_.sizes();
+        const int64_t experts = sizes.num_local_experts, hidden = sizes.hidden, inner = sizes.intermediate,
+                      shared = sizes.shared_intermediate;
         launch::MoeForward forward{};
-        forward.shape = preparation_.shape;
+        forward.shape = held_.preparation().shape;
         forward.call = prepared_;
         forward.routed.gate = arguments.weights("w_gate", experts, inner, hidden);
         forward.routed.up = arguments.weights("w_up", experts, inner, hidden);
@@ -112,7 +86,7 @@ class DeviceForward {
         forward.saved_shared_up = arguments.address("saved_shared_up");
         forward.activation = static_cast<int32_t>(arguments.integer("activation"));
         forward.limit = static_cast<float>(arguments.integer("limit_millis")) * 1e-3f;
-        forward.rank = workspace_->rank();
+        forward.rank = held_.workspace().rank();
         forward.limits = call.limits();
         forward.spans.tasks = static_cast<TaskSpan*>(arguments.address("task_spans"));
         forward.spans.num_tasks = arguments.integer("num_task_spans");
@@ -124,23 +98,20 @@ class DeviceForward {
     void sum(const launch::DeviceCall& call, const Arguments& arguments) const {
         launch::WeightedSum sum{};
         sum.dtype = DType::kBFloat16;
-        sum.tokens = sizes_.num_tokens;
-        sum.top_k = preparation_.plan.top_k;
-        sum.hidden = sizes_.hidden;
+        sum.tokens = held_.sizes().num_tokens;
+        sum.top_k = held_.preparation().plan.top_k;
+        sum.hidden = held_.sizes().hidden;
         sum.rows = home_rows(call, arguments);
         sum.shared_rows = arguments.address("shared_rows");
         sum.ids = prepared_.ids;
         sum.weights = static_cast<const float*>(arguments.address("topk_weights"));
         sum.out = arguments.address("out");
-        sum.rows_stride = sum.shared_stride = sum.out_stride = sizes_.row_bytes;
+        sum.rows_stride = sum.shared_stride = sum.out_stride = held_.sizes().row_bytes;
         sum.expired = prepared_.expired;
         launch::launch_weighted_sum(sum, call.stream());
     }
 
-    std::shared_ptr<Workspace> workspace_;
-    schedule::ScheduleSizes sizes_;
-    schedule::KernelConfig config_;
-    launch::Preparation preparation_;
+    HeldCall held_;
     schedule::PreparedCall prepared_{};
 };
 

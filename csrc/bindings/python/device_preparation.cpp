@@ -5,11 +5,11 @@
 #include <pybind11/stl.h>
 
 #include "csrc/bindings/prepared_arrays.h"
-#include "csrc/bindings/schedule_settings.h"
 #include "csrc/layout/check.h"
 #include "csrc/symm/registry.h"
 #include "csrc/symm/workspace.h"
 #if defined(MOK_WITH_CUDA)
+#include "csrc/bindings/python/held_call.h"
 #include "csrc/kernels/prepare_params.h"
 #include "csrc/launch/device_call.h"
 #include "csrc/launch/device_workspace.h"
@@ -40,74 +40,54 @@ class HeldPreparation {
   public:
     HeldPreparation(std::shared_ptr<Workspace> workspace, int32_t top_k, int64_t max_tokens,
                     const py::dict& settings, uint32_t most_blocks, bool timed, bool may_be_small)
-        : workspace_(std::move(workspace)),
-          sizes_(bindings::schedule_sizes(settings)),
-          config_(bindings::kernel_config(settings)) {
-        MOK_CHECK(workspace_->is_device(), "workspace ", workspace_->name, " is not on a GPU.");
-        PlanShape& plan = preparation_.plan;
-        plan.rank = workspace_->rank();
-        plan.num_ranks = workspace_->num_ranks();
-        plan.num_experts = settings["num_experts"].cast<int32_t>();
-        plan.top_k = top_k;
-        plan.max_tokens = max_tokens;
-        plan.pad = settings["pad"].cast<int64_t>();
-        sizes_.num_local_experts = plan.num_local_experts();
-        schedule::check_schedule(plan, sizes_, config_);
-        preparation_.may_be_small = may_be_small;
-        preparation_.most_blocks = most_blocks > 0 ? most_blocks : workspace_->most_blocks;
-        preparation_.shape = schedule::make_schedule_shape(sizes_, config_);
-        header_.num_experts = plan.num_experts;
-        header_.top_k = top_k;
-        header_.hidden = sizes_.hidden;
-        header_.intermediate = sizes_.intermediate;
-        header_.shared_intermediate = sizes_.shared_intermediate;
-        header_.dtype = static_cast<int64_t>(workspace_->dtype);
-        header_.save = static_cast<int64_t>(sizes_.save);
-        header_.ring_rows = sizes_.ring_rows;
-        header_.max_tokens = max_tokens;
-        header_.gradients = sizes_.gradients;
+        : held_(std::move(workspace), settings, top_k, max_tokens) {
+        MOK_CHECK(held_.workspace().is_device(), "workspace ", held_.workspace().name, " is not on a GPU.");
+        launch::Preparation& preparation = held_.preparation();
+        preparation.may_be_small = may_be_small;
+        if (most_blocks > 0) preparation.most_blocks = most_blocks;
         if (timed) {
-            num_times_ = launch::preparation_stamps(preparation_);
+            num_times_ = launch::preparation_stamps(preparation);
             times_ = mapping().allocate(num_times_ * static_cast<int64_t>(sizeof(uint64_t)));
         }
     }
 
     void launch(uintptr_t topk_ids, bool ids_are_int64, int64_t num_tokens, const RowsArgument& x,
                 const RowsArgument& dout, bool meets_outputs, uintptr_t stream) {
-        set_tokens(num_tokens);
+        held_.set_tokens(num_tokens);
         const launch::CallTensors tensors{reinterpret_cast<const void*>(topk_ids), ids_are_int64,
                                           input_rows(x), input_rows(dout)};
-        launch::DeviceCall call(*workspace_, reinterpret_cast<void*>(stream));
-        call.check(header_);
-        char* memory = call.scratch(call.preparation_memory(preparation_, header_, tensors));
+        launch::DeviceCall call(held_.workspace(), reinterpret_cast<void*>(stream));
+        const CallHeader header = held_.header();
+        call.check(header);
+        char* memory = call.scratch(call.preparation_memory(held_.preparation(), header, tensors));
         prepared_ =
-            call.prepare(preparation_, header_, tensors, memory, static_cast<uint64_t*>(times_.get()));
+            call.prepare(held_.preparation(), header, tensors, memory, static_cast<uint64_t*>(times_.get()));
         if (meets_outputs) call.meet_outputs();
     }
 
     /// The second kernel alone: ids and headers of all ranks lie in the windows already.
     void launch_published(int64_t num_tokens, uintptr_t stream) {
-        set_tokens(num_tokens);
-        launch::DeviceCall call(*workspace_, reinterpret_cast<void*>(stream));
+        held_.set_tokens(num_tokens);
+        launch::DeviceCall call(held_.workspace(), reinterpret_cast<void*>(stream));
         launch::PreparationInputs inputs{};
-        inputs.header = header_;
+        inputs.header = held_.header();
         inputs.group = call.group();
-        inputs.ids_offset = workspace_->layout.ids;
+        inputs.ids_offset = held_.workspace().layout.ids;
         inputs.limits = call.limits();
-        prepared_ = launch::launch_prepare(preparation_, inputs,
-                                           call.scratch(launch::preparation_bytes(preparation_)),
+        prepared_ = launch::launch_prepare(held_.preparation(), inputs,
+                                           call.scratch(launch::preparation_bytes(held_.preparation())),
                                            call.stream(), static_cast<uint64_t*>(times_.get()));
     }
 
     /// Addresses of a rank's published ids (int32 [T, K]) and header (int64 words), and what the latter holds
     /// for a call with so many tokens.
     py::tuple published(int rank) {
-        char* window = workspace_->heap->window(rank);
-        return py::make_tuple(reinterpret_cast<uintptr_t>(window + workspace_->layout.ids),
+        char* window = held_.workspace().heap->window(rank);
+        return py::make_tuple(reinterpret_cast<uintptr_t>(window + held_.workspace().layout.ids),
                               reinterpret_cast<uintptr_t>(control_head(window)->header));
     }
     py::array header(int64_t num_tokens) const {
-        CallHeader header = header_;
+        CallHeader header = held_.header();
         header.num_tokens = num_tokens;
         return bindings::to_array(reinterpret_cast<const int64_t*>(&header), kHeaderWords);
     }
@@ -116,7 +96,7 @@ class HeldPreparation {
     py::dict result() {
         auto table = fetch(prepared_.table, 1)[0];
         auto units = fetch(prepared_.units, 1)[0];
-        const int32_t experts = sizes_.num_local_experts;
+        const int32_t experts = held_.sizes().num_local_experts;
         const auto chunks = take(table.chunks, table.num_chunks + 1);
         const auto pieces = take(table.pieces, table.num_pieces + 1);
         const auto runs = take(table.runs, table.num_runs + 1);
@@ -132,14 +112,15 @@ class HeldPreparation {
         const auto row_slot = fetch(prepared_.row_slot, num_rows);
         py::dict result =
             bindings::prepared_arrays({&table, units, row_peer.data(), row_slot.data(), experts, num_rows});
-        result["ids"] = to_numpy(fetch(prepared_.ids, header_.num_tokens * header_.top_k));
+        result["ids"] =
+            to_numpy(fetch(prepared_.ids, held_.sizes().num_tokens * held_.preparation().plan.top_k));
         const int64_t counters =
-            schedule::counter_layout(preparation_.shape, table).begin[schedule::kNumCounters];
+            schedule::counter_layout(held_.preparation().shape, table).begin[schedule::kNumCounters];
         result["counters"] = to_numpy(fetch(prepared_.counters, counters));
         const uint32_t claims[] = {fetch(prepared_.task_claim, 1)[0], fetch(prepared_.pull_claim, 1)[0]};
         result["claims"] = bindings::to_array(claims, 2);
         py::list inputs;
-        for (const schedule::RankInputs& rank : fetch(prepared_.ranks, workspace_->num_ranks())) {
+        for (const schedule::RankInputs& rank : fetch(prepared_.ranks, held_.workspace().num_ranks())) {
             inputs.append(py::make_tuple(reinterpret_cast<uintptr_t>(rank.x), rank.x_stride,
                                          reinterpret_cast<uintptr_t>(rank.dout), rank.dout_stride,
                                          rank.num_tokens));
@@ -164,13 +145,7 @@ class HeldPreparation {
     }
 
   private:
-    void set_tokens(int64_t num_tokens) {
-        sizes_.num_tokens = num_tokens;
-        preparation_.shape = schedule::make_schedule_shape(sizes_, config_);
-        header_.num_tokens = num_tokens;
-    }
-
-    DeviceMapping& mapping() { return *workspace_->heap->device_mapping(); }
+    DeviceMapping& mapping() { return *held_.workspace().heap->device_mapping(); }
 
     template <typename T>
     std::vector<T> fetch(const T* device, int64_t count) {
@@ -194,11 +169,7 @@ class HeldPreparation {
         return bindings::to_array(values.data(), static_cast<int64_t>(values.size()));
     }
 
-    std::shared_ptr<Workspace> workspace_;
-    schedule::ScheduleSizes sizes_;
-    schedule::KernelConfig config_;
-    launch::Preparation preparation_;
-    CallHeader header_{};
+    HeldCall held_;
     schedule::PreparedCall prepared_{};
     std::shared_ptr<void> times_;
     int64_t num_times_ = 0;
