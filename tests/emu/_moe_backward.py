@@ -10,21 +10,21 @@ import numpy as np
 
 from mok import _C
 from tests.emu._moe_forward import (
-    ACTIVATIONS,
     ISA,
-    SAVES,
+    NAMES,
     Data,
     Expected,
     Layer,
     assert_equal,
     bf16_bits,
     bf16_values,
+    layer_numbers,
+    rank_inputs,
     ring_rows,
     untouched,
     worst_case_rows,
 )
 
-NAMES = ("gate", "up", "down")
 GRADIENT_BITS = {"x": 1, "weights": 2, "shared_weight": 4}
 GRADIENT_BITS |= {f"w_{name}": 8 << m for m, name in enumerate(NAMES)}
 GRADIENT_BITS |= {f"b_{name}": 64 << m for m, name in enumerate(NAMES)}
@@ -216,36 +216,11 @@ class ExpectedBackward:
                 )
 
 
-def matrix_arguments(layer: Layer, gate, up, down) -> list[tuple]:
-    """(array, first row, row step, rows) of the three matrices as the layer's view of them."""
-    rows, hidden = gate.shape[1], down.shape[1]
-    if layer.view == "packed":
-        both = np.concatenate([gate, up], axis=1)
-        views = [(both, 0, 1, rows), (both, rows, 1, rows)]
-    elif layer.view == "interleaved":
-        both = np.ascontiguousarray(
-            np.stack([gate, up], axis=2).reshape(len(gate), 2 * rows, hidden)
-        )
-        views = [(both, 0, 2, rows), (both, 1, 2, rows)]
-    else:
-        views = [(gate, 0, 1, rows), (up, 0, 1, rows)]
-    return [*views, (down, 0, 1, hidden)]
-
-
 def make_rank(expected: ExpectedBackward, r: int) -> dict:
     layer, data = expected.layer, expected.data
     own = slice(r * layer.local_experts, (r + 1) * layer.local_experts)
-    rank = {"x": data.x[r], "dout": data.dout[r], "ids": data.ids[r], "weights": data.weights[r]}
-    slots = layer.max_tokens * layer.top_k
-    rank["home_rows"] = untouched(slots, layer.hidden)
-    rank["home_weight_grads"] = np.full(slots, UNTOUCHED_FLOAT)
-    matrices = matrix_arguments(
-        layer, *(np.ascontiguousarray(m[own]) for m in (data.gate, data.up, data.down))
-    )
-    rank |= {f"w_{name}": matrix for name, matrix in zip(NAMES, matrices, strict=True)}
-    if data.biases is not None:
-        for name, bias in zip(NAMES, data.biases, strict=True):
-            rank[f"b_{name}"] = np.ascontiguousarray(bias[own])
+    rank = rank_inputs(data, r) | {"dout": data.dout[r], "weights": data.weights[r]}
+    rank["home_weight_grads"] = np.full(layer.max_tokens * layer.top_k, UNTOUCHED_FLOAT)
     if layer.save != "none":
         save_rows = min(ring_rows(layer), worst_case_rows(layer))
         saved = expected.forward.saved(r, save_rows)
@@ -253,9 +228,6 @@ def make_rank(expected: ExpectedBackward, r: int) -> dict:
         if layer.save == "all":
             rank["saved_x"] = saved["x"]
     if layer.shared:
-        matrices = matrix_arguments(layer, *data.shared)
-        rank |= {f"shared_w_{name}": m for name, m in zip(NAMES, matrices, strict=True)}
-        rank["shared_rows"] = untouched(layer.tokens[r], layer.hidden)
         rank["shared_weight_grads"] = np.full(layer.tokens[r], UNTOUCHED_FLOAT)
         if data.shared_weight is not None:
             rank["shared_weight"] = data.shared_weight[r]
@@ -267,22 +239,8 @@ def make_rank(expected: ExpectedBackward, r: int) -> dict:
     return rank
 
 
-def layer_numbers(layer: BackwardLayer) -> dict:
-    return {
-        "num_experts": layer.num_experts,
-        "top_k": layer.top_k,
-        "max_tokens": layer.max_tokens,
-        "hidden": layer.hidden,
-        "intermediate": layer.intermediate,
-        "shared_intermediate": layer.shared,
-        "ring_rows": ring_rows(layer),
-        "save": SAVES.index(layer.save),
-        "activation": ACTIVATIONS.index(layer.activation),
-        "limit": layer.limit,
-        "num_blocks": layer.num_blocks,
-        "gradients": layer.mask,
-        "accumulate": int(layer.accumulate),
-    }
+def backward_numbers(layer: BackwardLayer) -> dict:
+    return layer_numbers(layer) | {"gradients": layer.mask, "accumulate": layer.accumulate}
 
 
 def assert_bits(what: str, found: np.ndarray, wanted: np.ndarray) -> None:
@@ -295,7 +253,7 @@ def check(emulator, expected: ExpectedBackward, options) -> object:
     """Runs the kernels and compares every bit of every output; returns the run's result."""
     layer = expected.layer
     ranks = [make_rank(expected, r) for r in range(layer.num_ranks)]
-    result = emulator.moe_backward(layer_numbers(layer), ranks, options)
+    result = emulator.moe_backward(backward_numbers(layer), ranks, options)
     for r, rank in enumerate(ranks):
         own = slice(r * layer.local_experts, (r + 1) * layer.local_experts)
         assert_bits(f"rank {r}: dx rows", rank["home_rows"], expected.home[r])

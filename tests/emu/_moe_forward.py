@@ -15,6 +15,7 @@ from tests.ptx_cases import bf16_bits, bf16_values
 ISA = "avx2"
 ACTIVATIONS = ("swiglu", "swiglu_limit", "gpt_oss")
 SAVES = ("none", "gate_up", "all")
+NAMES = ("gate", "up", "down")
 BLOCK, HALF = 128, 64
 UNTOUCHED = 0x7FB3  # a NaN that no kernel writes
 
@@ -188,8 +189,8 @@ def untouched(*shape: int) -> np.ndarray:
     return np.full(shape, UNTOUCHED, np.uint16)
 
 
-def weight_arguments(emulator, layer: Layer, gate, up, down):
-    """The three matrices as the layer's view of them."""
+def weight_arguments(layer: Layer, gate, up, down, prefix: str = "") -> dict[str, tuple]:
+    """w_*: (array, first row, row step, rows) of the three matrices as the layer's view of them."""
     rows, hidden = gate.shape[1], down.shape[1]
     if layer.view == "packed":
         both = np.concatenate([gate, up], axis=1)
@@ -199,40 +200,58 @@ def weight_arguments(emulator, layer: Layer, gate, up, down):
         views = [(both, 0, 2, rows), (both, 1, 2, rows)]
     else:
         views = [(gate, 0, 1, rows), (up, 0, 1, rows)]
-    return [
-        emulator.Weights(np.ascontiguousarray(array), first, step, count)
-        for array, first, step, count in [*views, (down, 0, 1, hidden)]
-    ]
+    return {
+        f"{prefix}w_{name}": (np.ascontiguousarray(array), *rest)
+        for name, (array, *rest) in zip(NAMES, [*views, (down, 0, 1, hidden)], strict=True)
+    }
 
 
-def make_ranks(emulator, data: Data) -> list:
+def rank_inputs(data: Data, r: int) -> dict:
+    """What a rank brings to either pass, and where its rows come home."""
     layer = data.layer
-    save_rows = min(ring_rows(layer), worst_case_rows(layer))
-    ranks = []
-    for r, tokens in enumerate(layer.tokens):
-        rank = emulator.Rank()
-        rank.x, rank.ids = data.x[r], data.ids[r]
-        own = slice(r * layer.local_experts, (r + 1) * layer.local_experts)
-        rank.set_weights(
-            False, *weight_arguments(emulator, layer, data.gate[own], data.up[own], data.down[own])
-        )
-        if data.biases is not None:
-            rank.set_biases(*(np.ascontiguousarray(bias[own]) for bias in data.biases))
-        rank.limits = np.zeros(80, np.uint32)
-        rank.home_rows = untouched(layer.max_tokens * layer.top_k, layer.hidden)
+    own = slice(r * layer.local_experts, (r + 1) * layer.local_experts)
+    rank = {"x": data.x[r], "ids": data.ids[r]}
+    rank |= weight_arguments(layer, data.gate[own], data.up[own], data.down[own])
+    if data.biases is not None:
+        for name, bias in zip(NAMES, data.biases, strict=True):
+            rank[f"b_{name}"] = np.ascontiguousarray(bias[own])
+    rank["home_rows"] = untouched(layer.max_tokens * layer.top_k, layer.hidden)
+    if layer.shared:
+        rank |= weight_arguments(layer, *data.shared, prefix="shared_")
+        rank["shared_rows"] = untouched(layer.tokens[r], layer.hidden)
+    return rank
+
+
+def layer_numbers(layer: Layer) -> dict:
+    return {
+        "num_experts": layer.num_experts,
+        "top_k": layer.top_k,
+        "max_tokens": layer.max_tokens,
+        "hidden": layer.hidden,
+        "intermediate": layer.intermediate,
+        "shared_intermediate": layer.shared,
+        "ring_rows": ring_rows(layer),
+        "save": SAVES.index(layer.save),
+        "activation": ACTIVATIONS.index(layer.activation),
+        "limit": layer.limit,
+        "num_blocks": layer.num_blocks,
+        "lose_pulls": layer.lose_pulls,
+    }
+
+
+def make_rank(data: Data, r: int) -> dict:
+    layer, tokens = data.layer, data.layer.tokens[r]
+    rank = rank_inputs(data, r) | {"limits": np.zeros(80, np.uint32)}
+    if layer.save != "none":
+        save_rows = min(ring_rows(layer), worst_case_rows(layer))
+        rank["saved_gate"] = untouched(save_rows, layer.intermediate)
+        rank["saved_up"] = untouched(save_rows, layer.intermediate)
+        if layer.save == "all":
+            rank["saved_x"] = untouched(save_rows, layer.hidden)
         if layer.shared:
-            rank.set_weights(True, *weight_arguments(emulator, layer, *data.shared))
-            rank.shared_rows = untouched(tokens, layer.hidden)
-        if layer.save != "none":
-            rank.saved_gate = untouched(save_rows, layer.intermediate)
-            rank.saved_up = untouched(save_rows, layer.intermediate)
-            if layer.save == "all":
-                rank.saved_x = untouched(save_rows, layer.hidden)
-            if layer.shared:
-                rank.saved_shared_gate = untouched(tokens, layer.shared)
-                rank.saved_shared_up = untouched(tokens, layer.shared)
-        ranks.append(rank)
-    return ranks
+            rank["saved_shared_gate"] = untouched(tokens, layer.shared)
+            rank["saved_shared_up"] = untouched(tokens, layer.shared)
+    return rank
 
 
 def worst_case_rows(layer: Layer) -> int:
@@ -241,21 +260,14 @@ def worst_case_rows(layer: Layer) -> int:
     )
 
 
-def run(emulator, data: Data, options, has_ended: int = 0) -> tuple[list, object]:
+def run(emulator, data: Data, options, has_ended: int = 0) -> tuple[list[dict], object]:
     """One pass on all ranks: the ranks with their outputs filled, and the emulator's result."""
     layer = data.layer
-    argument = emulator.Layer()
-    argument.num_experts, argument.top_k = layer.num_experts, layer.top_k
-    argument.max_tokens, argument.hidden = layer.max_tokens, layer.hidden
-    argument.intermediate, argument.shared_intermediate = layer.intermediate, layer.shared
-    argument.ring_rows, argument.num_blocks = ring_rows(layer), layer.num_blocks
-    argument.save = SAVES.index(layer.save)
-    argument.activation, argument.limit = ACTIVATIONS.index(layer.activation), layer.limit
-    argument.recompute, argument.lose_pulls = layer.recompute, layer.lose_pulls
-    ranks = make_ranks(emulator, data)
+    ranks = [make_rank(data, r) for r in range(layer.num_ranks)]
     for rank in ranks:
-        rank.limits[0] = has_ended
-    return ranks, emulator.moe_forward(argument, ranks, options)
+        rank["limits"][0] = has_ended
+    numbers = layer_numbers(layer) | {"recompute": layer.recompute}
+    return ranks, emulator.moe_forward(numbers, ranks, options)
 
 
 def assert_equal(what: str, found: np.ndarray, wanted: np.ndarray) -> None:
@@ -274,18 +286,18 @@ def check(emulator, expected: Expected, options):
     ranks, result = run(emulator, expected.data, options)
     assert not result.trapped
     for r, rank in enumerate(ranks):
-        assert_equal(f"rank {r}: home rows", rank.home_rows, expected.home[r])
+        assert_equal(f"rank {r}: home rows", rank["home_rows"], expected.home[r])
         if layer.shared and layer.tokens[r]:
             gate, up, y = expected.shared[r]
             if not layer.recompute:
-                assert_equal(f"rank {r}: shared rows", rank.shared_rows, y)
+                assert_equal(f"rank {r}: shared rows", rank["shared_rows"], y)
             if layer.save != "none":
-                assert_equal(f"rank {r}: shared gate", rank.saved_shared_gate, gate)
-                assert_equal(f"rank {r}: shared up", rank.saved_shared_up, up)
+                assert_equal(f"rank {r}: shared gate", rank["saved_shared_gate"], gate)
+                assert_equal(f"rank {r}: shared up", rank["saved_shared_up"], up)
         if layer.save != "none":
-            saved = expected.saved(r, len(rank.saved_gate))
-            assert_equal(f"rank {r}: gate", rank.saved_gate, saved["gate"])
-            assert_equal(f"rank {r}: up", rank.saved_up, saved["up"])
+            saved = expected.saved(r, len(rank["saved_gate"]))
+            assert_equal(f"rank {r}: gate", rank["saved_gate"], saved["gate"])
+            assert_equal(f"rank {r}: up", rank["saved_up"], saved["up"])
         if layer.save == "all":
-            assert_equal(f"rank {r}: x", rank.saved_x, saved["x"])
+            assert_equal(f"rank {r}: x", rank["saved_x"], saved["x"])
     return result

@@ -40,7 +40,7 @@ class Case:
 
     def run(self, emulator, options):
         y = np.full_like(self.expected, untouched(1)[0])
-        weights = emulator.Weights(self.weights, 0, 1, self.weights.shape[1])
+        weights = (self.weights, 0, 1, self.weights.shape[1])
         result = emulator.grouped_gemm(self.x, weights, self.begin, self.counts, y, options)
         assert_equal("y", y, self.expected)
         return result

@@ -9,8 +9,8 @@ from tests.emu._moe_backward import (
     BackwardData,
     BackwardLayer,
     ExpectedBackward,
+    backward_numbers,
     check,
-    layer_numbers,
     make_rank,
 )
 from tests.emu._moe_forward import ISA, UNTOUCHED
@@ -91,12 +91,12 @@ PLACES = range(32, 39)  # csrc/layout/wait_place.h
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_wait_that_expires_ends_every_role_and_traps(emulator, seed):
-    layer = Case((90, 60), shared=16)
+    layer = Case((90, 60), shared=16, lose_pulls=True)
     expected = ExpectedBackward(BackwardData(layer))
     limits = [np.zeros(80, np.uint32) for _ in range(2)]
     ranks = [make_rank(expected, r) | {"limits": limits[r]} for r in range(2)]
     options = emulator.RunOptions(seed=seed, time_outs=True)
-    result = emulator.moe_backward(layer_numbers(layer) | {"lose_pulls": 1}, ranks, options)
+    result = emulator.moe_backward(backward_numbers(layer), ranks, options)
     assert KERNEL in result.trapped
     for words in limits:
         complete, place = words[64:66]
@@ -110,7 +110,7 @@ def test_a_workspace_that_has_ended_writes_nothing(emulator, seed):
     expected = ExpectedBackward(BackwardData(layer))
     limits = [np.array([1] + [0] * 79, np.uint32) for _ in range(2)]
     ranks = [make_rank(expected, r) | {"limits": limits[r]} for r in range(2)]
-    result = emulator.moe_backward(layer_numbers(layer), ranks, emulator.RunOptions(seed=seed))
+    result = emulator.moe_backward(backward_numbers(layer), ranks, emulator.RunOptions(seed=seed))
     assert not result.trapped
     for rank in ranks:
         assert (rank["home_rows"] == UNTOUCHED).all()

@@ -8,6 +8,7 @@ void bind_ptx_tests(pybind11::module_& module);
 void bind_arithmetic(pybind11::module_& module);
 void bind_planted_bugs(pybind11::module_& module);
 void bind_tile_bugs(pybind11::module_& module);
+void bind_grouped_gemm(pybind11::module_& module);
 void bind_moe_forward(pybind11::module_& module);
 void bind_moe_backward(pybind11::module_& module);
 void bind_preparation(pybind11::module_& module);
@@ -22,6 +23,7 @@ PYBIND11_MODULE(_emulator, module) {
     mok::emulator::bind_arithmetic(module);
     mok::emulator::bind_planted_bugs(module);
     mok::emulator::bind_tile_bugs(module);
+    mok::emulator::bind_grouped_gemm(module);
     mok::emulator::bind_moe_forward(module);
     mok::emulator::bind_moe_backward(module);
     mok::emulator::bind_preparation(module);

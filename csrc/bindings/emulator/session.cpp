@@ -1,5 +1,6 @@
 #include "csrc/bindings/emulator/session.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -29,20 +30,32 @@ void* Session::add(const std::string& name, const py::array& array, const Use& u
     return memory;
 }
 
+std::vector<std::vector<void*>> Session::add_windows(const std::vector<WindowArray>& contents) {
+    constexpr size_t kAlignment = 256, kGranularity = 4096;
+    std::vector<size_t> offsets{0};
+    for (const WindowArray& each : contents) {
+        size_t most = 0;
+        for (const py::array& array : each.of_rank)
+            most = std::max(most, static_cast<size_t>(array.nbytes()));
+        offsets.push_back(round_up<size_t>(offsets.back() + most + 1, kAlignment));
+    }
+    const size_t stride = round_up<size_t>(offsets.back(), kGranularity);
+    char* base = static_cast<char*>(allocate(stride * contents.front().of_rank.size()));
+    std::vector<std::vector<void*>> memory;
+    for (size_t i = 0; i < contents.size(); ++i) {
+        std::vector<void*>& ranks = memory.emplace_back();
+        for (size_t rank = 0; rank < contents[i].of_rank.size(); ++rank) {
+            ranks.push_back(base + rank * stride + offsets[i]);
+            place(contents[i].name, contents[i].of_rank[rank], contents[i].use, static_cast<int>(rank),
+                  ranks.back());
+        }
+    }
+    return memory;
+}
+
 std::vector<void*> Session::add_windows(const std::string& name, const std::vector<py::array>& arrays,
                                         const Use& use) {
-    constexpr size_t kGranularity = 4096;
-    const size_t bytes = static_cast<size_t>(arrays.front().nbytes());
-    const size_t stride = round_up<size_t>(bytes + 1, kGranularity);
-    char* base = static_cast<char*>(allocate(stride * arrays.size()));
-    std::vector<void*> windows;
-    for (size_t rank = 0; rank < arrays.size(); ++rank) {
-        MOK_CHECK(static_cast<size_t>(arrays[rank].nbytes()) == bytes, name, " has ", arrays[rank].nbytes(),
-                  " bytes on rank ", rank, ", ", bytes, " on rank 0: they must be equal.");
-        place(name, arrays[rank], use, static_cast<int>(rank), base + rank * stride);
-        windows.push_back(base + rank * stride);
-    }
-    return windows;
+    return add_windows({{name, arrays, use}}).front();
 }
 
 void Session::place(const std::string& name, const py::array& array, const Use& use, int rank, void* memory) {

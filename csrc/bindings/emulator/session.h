@@ -27,7 +27,15 @@ struct Use {
 };
 inline constexpr Use kInput{false, true, false, true};
 inline constexpr Use kOutput{true, false, false, true};
+inline constexpr Use kPeerInput{false, true, true, true};
 inline constexpr Use kPeerOutput{true, false, true, true};
+
+/// One array a rank, at the same place of the ranks' windows.
+struct WindowArray {
+    std::string name;
+    std::vector<pybind11::array> of_rank;
+    Use use;
+};
 
 /// Buffers and launches of one run. Arrays are copied to memory aligned as cudaMalloc aligns, and outputs
 /// back after the run, whether it ended well or not.
@@ -35,7 +43,10 @@ class Session {
   public:
     /// Memory of `rank` with the array's bytes; the array must be C-contiguous, and writeable for outputs.
     void* add(const std::string& name, const pybind11::array& array, const Use& use, int rank = 0);
-    /// One array of equal size a rank, the ranks' memories at equal distances: windows of a symmetric heap.
+    /// Windows of a symmetric heap: the ranks' memories at equal distances, in each its arrays one behind the
+    /// other, with a gap that no kernel may touch. Returns where they lie: [array][rank].
+    std::vector<std::vector<void*>> add_windows(const std::vector<WindowArray>& contents);
+    /// Windows of one array.
     std::vector<void*> add_windows(const std::string& name, const std::vector<pybind11::array>& arrays,
                                    const Use& use);
     /// Memory that the host neither fills nor reads.
