@@ -4,6 +4,8 @@
 #include <memory>
 #include <string>
 
+#include "csrc/emu/memory.h"
+
 namespace mok::emu {
 
 namespace {
@@ -119,6 +121,12 @@ void issue_tensor_load(const char* instruction, const void* map, uint32_t rank, 
     const TensorMapFields fields = check_box(map, rank, at);
     issue_load(instruction, make_tensor_copy(fields, at, shared, /* add */ false),
                {shared, fields.box_bytes(), kTensorAlignment}, barrier, blocks);
+}
+
+void check_tensor_prefetch(const void* map, uint32_t rank, const int32_t* at) {
+    const TensorMapFields fields = check_box(map, rank, at);
+    const auto locate = [](void*, uint8_t* first, size_t bytes) { locate_global(first, bytes, false); };
+    make_tensor_copy(fields, at, 0, /* add */ false)->visit_global(locate, nullptr);
 }
 
 void issue_tensor_store(const char* instruction, const void* map, uint32_t rank, const int32_t* at,

@@ -15,6 +15,9 @@ namespace mok::emu {
 void issue_tensor_load(const char* instruction, const void* map, uint32_t rank, const int32_t* at,
                        uint32_t shared, uint32_t barrier, uint16_t blocks = 0);
 
+/// Fails where the load of that box would.
+void check_tensor_prefetch(const void* map, uint32_t rank, const int32_t* at);
+
 /// Shared to global; `add`: a reduction of the map's type.
 void issue_tensor_store(const char* instruction, const void* map, uint32_t rank, const int32_t* at,
                         uint32_t shared, bool add);

@@ -35,6 +35,8 @@ static_assert(kStagingBytes >= kTileN / kBoxColumns * kRowBoxBytes && kStagingBy
 
 inline constexpr uint32_t kPullSlots = 4, kPullSlotBytes = 4096;
 inline constexpr uint32_t kTaskSlots = 4, kTaskBytes = 48;
+// The loader has looked at the preview before it asks for a second task, and the slot's own is the fourth.
+inline constexpr uint32_t kPreviewSlot = kTaskSlots - 1;
 
 /// Ids of the barriers among a part's four warps; 0 is the whole block's.
 enum class NamedBarrier : uint32_t { kPart0 = 1, kPart1 = 2 };
@@ -48,7 +50,7 @@ struct Shared {
     static constexpr uint32_t kTasks = kPull + kPullSlots * kPullSlotBytes;
     static constexpr uint32_t kGiveUp = kTasks + kTaskSlots * kTaskBytes;
     static constexpr uint32_t kBarriers = kGiveUp + kParts * 2 * 4;
-    static constexpr uint32_t kNumBarriers = 2 * (kStages + kParts + kTaskSlots) + 1 + kPullSlots;
+    static constexpr uint32_t kNumBarriers = 2 * (kStages + kParts + kTaskSlots) + 2 + kPullSlots;
     static constexpr uint32_t kBytes = kBarriers + 8 * kNumBarriers;
     static_assert(kBytes <= 232448, "an SM of sm_90 gives a block 227 KiB");
 
@@ -77,9 +79,11 @@ struct Shared {
     }
     /// The loader is near the end of its task: time to claim the next (1).
     MOK_DEVICE uint32_t claim() const { return barrier(2 * (kStages + kParts + kTaskSlots)); }
+    /// The block's first task is decoded: kPreviewSlot has it (1, once).
+    MOK_DEVICE uint32_t preview() const { return barrier(2 * (kStages + kParts + kTaskSlots) + 1); }
     /// A pulled piece has landed (1 and its bytes).
     MOK_DEVICE uint32_t pulled(uint32_t slot) const {
-        return barrier(2 * (kStages + kParts + kTaskSlots) + 1 + slot);
+        return barrier(2 * (kStages + kParts + kTaskSlots) + 2 + slot);
     }
 
     /// One thread; then fence and block barrier.
@@ -99,6 +103,7 @@ struct Shared {
             ptx::mbar_init(task_empty(i), 2 + kConsumerWarps);
         }
         ptx::mbar_init(claim(), 1);
+        ptx::mbar_init(preview(), 1);
         for (uint32_t i = 0; i < kPullSlots; ++i) ptx::mbar_init(pulled(i), 1);
         ptx::fence_mbarrier_init_release_cluster();
     }

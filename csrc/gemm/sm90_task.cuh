@@ -27,17 +27,61 @@ inline constexpr int32_t kExitTask = -1;
 
 // A kernel whose tasks need more fields derives from TileTask: `Task` below.
 
+namespace task_detail {
+
+template <typename Task>
+MOK_DEVICE void write_slot(const Shared& shared, uint32_t slot, const Task& task) {
+    constexpr uint32_t kWords = sizeof(Task) / 16;
+    static_assert(sizeof(Task) <= kTaskBytes && sizeof(Task) % 16 == 0);
+    ptx::Words4 words[kWords];
+    memcpy(words, &task, sizeof(task));
+#pragma unroll
+    for (uint32_t i = 0; i < kWords; ++i) ptx::store_shared(shared.task(slot) + 16 * i, words[i]);
+}
+
+template <typename Task>
+MOK_DEVICE Task read_slot(const Shared& shared, uint32_t slot) {
+    constexpr uint32_t kWords = sizeof(Task) / 16;
+    Task task;
+    ptx::Words4 words[kWords];
+#pragma unroll
+    for (uint32_t i = 0; i < kWords; ++i) {
+        words[i] = ptx::load_shared<ptx::Words4>(shared.task(slot) + 16 * i);
+    }
+    memcpy(&task, words, sizeof(task));
+    return task;
+}
+
+template <typename Task>
+MOK_DEVICE Task no_task() {
+    Task task{};
+    task.kind = kExitTask;
+    return task;
+}
+
+}  // namespace task_detail
+
+/// One thread of the scheduler, once: the first task before its operands are there, so that the loader can
+/// begin with what is.
+template <typename Task>
+MOK_DEVICE void preview_task(const Shared& shared, const Task& task) {
+    task_detail::write_slot(shared, kPreviewSlot, task);
+    ptx::mbar_arrive(shared.preview());
+}
+
+/// What preview_task has left; kExitTask when the time is up.
+template <typename Task = TileTask>
+MOK_DEVICE Task read_preview(const Shared& shared, ptx::Deadline& deadline) {
+    if (!ptx::mbar_wait(shared.preview(), 0, deadline)) return task_detail::no_task<Task>();
+    return task_detail::read_slot<Task>(shared, kPreviewSlot);
+}
+
 /// One thread of the scheduler: the task in the cursor's slot, once all have read the one before.
 template <typename Task>
 MOK_DEVICE bool publish_task(const Shared& shared, TaskCursor& cursor, const Task& task,
                              ptx::Deadline& deadline) {
-    constexpr uint32_t kWords = sizeof(Task) / 16;
-    static_assert(sizeof(Task) <= kTaskBytes && sizeof(Task) % 16 == 0);
     if (!ptx::mbar_wait(shared.task_empty(cursor.slot), cursor.parity ^ 1, deadline)) return false;
-    ptx::Words4 words[kWords];
-    memcpy(words, &task, sizeof(task));
-#pragma unroll
-    for (uint32_t i = 0; i < kWords; ++i) ptx::store_shared(shared.task(cursor.slot) + 16 * i, words[i]);
+    task_detail::write_slot(shared, cursor.slot, task);
     ptx::mbar_arrive(shared.task_full(cursor.slot));
     cursor.next();
     return true;
@@ -46,17 +90,10 @@ MOK_DEVICE bool publish_task(const Shared& shared, TaskCursor& cursor, const Tas
 /// The next task in any number of lanes; kExitTask when the time is up. The caller frees its slot.
 template <typename Task = TileTask>
 MOK_DEVICE Task read_task(const Shared& shared, const TaskCursor& cursor, ptx::Deadline& deadline) {
-    constexpr uint32_t kWords = sizeof(Task) / 16;
-    Task task{};
-    task.kind = kExitTask;
-    if (!ptx::mbar_wait(shared.task_full(cursor.slot), cursor.parity, deadline)) return task;
-    ptx::Words4 words[kWords];
-#pragma unroll
-    for (uint32_t i = 0; i < kWords; ++i) {
-        words[i] = ptx::load_shared<ptx::Words4>(shared.task(cursor.slot) + 16 * i);
+    if (!ptx::mbar_wait(shared.task_full(cursor.slot), cursor.parity, deadline)) {
+        return task_detail::no_task<Task>();
     }
-    memcpy(&task, words, sizeof(task));
-    return task;
+    return task_detail::read_slot<Task>(shared, cursor.slot);
 }
 
 /// One thread.

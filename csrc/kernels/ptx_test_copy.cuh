@@ -77,6 +77,7 @@ __global__ void ptx_tma_kernel(const __grid_constant__ TmaTestParams params) {
     if (thread == 0) {
         ptx::mbar_arrive_expect(barrier, params.bytes);
         if (params.rank == 3) {
+            ptx::tma_prefetch_3d(&params.load, at[0], at[1], at[2]);
             ptx::tma_load_3d(tile, &params.load, at[0], at[1], at[2], barrier);
         } else if (params.mode == TmaTestMode::kHint) {
             ptx::tma_load_2d_hint(tile, &params.load, at[0], at[1], barrier, ptx::kEvictLast);

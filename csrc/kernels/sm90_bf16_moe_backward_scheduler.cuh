@@ -66,6 +66,7 @@ MOK_DEVICE void set_gradient_tile(const MoeBackwardParams& params, const schedul
 struct BackwardPass {
     using Params = MoeBackwardParams;
     using Tile = BackwardTask;
+    static constexpr bool kPreviews = false;
 
     MOK_DEVICE static schedule::Task decode(const Params& params, const schedule::Table& table, int64_t index,
                                             int32_t& run_hint, uint32_t lane) {

@@ -5,9 +5,10 @@
 // and the same for the shared expert over the rank's own rows; csrc/schedule has order and counters.
 //
 //   warp    role                                              waits for                signals
-//   0       loader: operands of a task's K steps              task_full, stage_empty   stage_full, claim
-//   1       scheduler: claims, decodes, waits, publishes      claim, task_empty,       task_full
-//                                                               kX kGateUp kHiddenRead
+//   0       loader: operands of a task's K steps; before      preview, task_full,      stage_full, claim
+//           the first tile's rows are there, its weights        stage_empty
+//   1       scheduler: claims, decodes, waits, publishes      claim, task_empty,       preview (first task),
+//                                                               kX kGateUp kHiddenRead   task_full
 //   2       store warp: staging -> ring, context, home ranks  task_full, staged        staging_empty,
 //                                                                                        kGateUp kHiddenRead
 //   3       pull warp: rows of all ranks -> ring              pulled, kGateUp          kX

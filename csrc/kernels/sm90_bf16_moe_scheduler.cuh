@@ -39,6 +39,7 @@ MOK_DEVICE int32_t wait_for_kind(const MoeForwardParams& params, const schedule:
 struct ForwardPass {
     using Params = MoeForwardParams;
     using Tile = TileTask;
+    static constexpr bool kPreviews = true;
 
     /// Forward and recompute have no tasks over spans.
     MOK_DEVICE static schedule::Task decode(const Params& params, const schedule::Table& table, int64_t index,
@@ -110,13 +111,18 @@ MOK_DEVICE bool run_loader(const MoeForwardParams& params, const Shared& shared)
     ptx::Deadline deadline = deadline_at(params, WaitPlace::kLoader);
     TaskCursor cursor;
     StageCursor stages;
+    // The weights of the first tile, while its rows are still on their way.
+    const TileTask first = read_preview(shared, deadline);
+    int32_t early_steps = 0;
+    if (first.kind != kExitTask) early_steps = begin_first_tile(shared, operands_of(params, first));
     for (;;) {
         const TileTask task = read_task(shared, cursor, deadline);
         if (task.kind == kExitTask) break;
         free_task(shared, cursor);
         // Rows that other blocks stored, as the scheduler has acquired; TMA reads them by another proxy.
         ptx::fence_proxy_async_global();
-        if (!load_tile(shared, stages, operands_of(params, task), deadline)) break;
+        if (!load_tile(shared, stages, operands_of(params, task), deadline, early_steps)) break;
+        early_steps = 0;
     }
     return deadline.expired;
 }

@@ -13,6 +13,7 @@ namespace mok::moe_detail {
 ///   wait    returns when lane 0's signal may say that the operands are there: with the counter that was last
 ///           found short, -1 if none was (lane 0's is recorded)
 ///   tile    what the block's other warps are told of the task
+/// With `kPreviews` the loader sees the first task before its operands are there.
 template <typename Pass, bool kTimeline>
 MOK_DEVICE bool run_scheduler(const typename Pass::Params& params, const Shared& shared) {
     ptx::Deadline deadline = deadline_at(params, WaitPlace::kScheduler);
@@ -21,6 +22,7 @@ MOK_DEVICE bool run_scheduler(const typename Pass::Params& params, const Shared&
     StagingCursor claim;
     const schedule::Table table = *params.call.table;
     int32_t run_hint = 0;
+    [[maybe_unused]] bool is_first = true;
     for (;;) {
         ptx::mbar_wait(shared.claim(), claim.parity ^ 1, deadline);  // at once for the first task
         claim.next();
@@ -31,10 +33,16 @@ MOK_DEVICE bool run_scheduler(const typename Pass::Params& params, const Shared&
         typename Pass::Tile tile{};
         tile.kind = kExitTask;
         if (task.kind != TaskKind::kExit) {
+            tile = Pass::tile(params, table, task, static_cast<int32_t>(index));
+        }
+        if constexpr (Pass::kPreviews) {
+            if (is_first && lane == 0) preview_task(shared, tile);
+            is_first = false;
+        }
+        if (task.kind != TaskKind::kExit) {
             deadline.place = static_cast<uint32_t>(WaitPlace::kTask);
             const int32_t waited_for = Pass::wait(params, table, task, lane, deadline);
             deadline.place = static_cast<uint32_t>(WaitPlace::kScheduler);
-            tile = Pass::tile(params, table, task, static_cast<int32_t>(index));
             if constexpr (kTimeline) tile.flags |= (waited_for + 1) << kWaitedShift;
         }
         if (ptx::any_lane(deadline.expired)) return true;

@@ -47,6 +47,13 @@ MOK_DEVICE void tma_load_3d(uint32_t destination, const TensorMap* map, int32_t 
         : "memory");
 }
 
+/// cp.async.bulk.prefetch.tensor.3d: the box into L2, what lies outside the tensor left out (sm_90).
+MOK_DEVICE void tma_prefetch_3d(const TensorMap* map, int32_t x, int32_t y, int32_t z) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(x),
+                 "r"(y), "r"(z)
+                 : "memory");
+}
+
 /// The 2d load into the same place of every block in `blocks` (bit = cluster rank), each of which expects the
 /// bytes on its own barrier (sm_90).
 MOK_DEVICE void tma_load_2d_multicast(uint32_t destination, const TensorMap* map, int32_t x, int32_t y,

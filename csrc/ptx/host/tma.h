@@ -38,6 +38,14 @@ MOK_DEVICE void tma_load_3d(uint32_t destination, const TensorMap* map, int32_t 
     emu::issue_tensor_load("tma_load_3d", map, 3, at, destination, barrier);
 }
 
+/// cp.async.bulk.prefetch.tensor.3d: a hint, but what it names must be there.
+MOK_DEVICE void tma_prefetch_3d(const TensorMap* map, int32_t x, int32_t y, int32_t z,
+                                Site site = Site::current()) {
+    emu::enter("tma_prefetch_3d", site);
+    const int32_t at[] = {x, y, z};
+    emu::check_tensor_prefetch(map, 3, at);
+}
+
 /// The 2d load into every block in `blocks`.
 MOK_DEVICE void tma_load_2d_multicast(uint32_t destination, const TensorMap* map, int32_t x, int32_t y,
                                       uint32_t barrier, uint16_t blocks, Site site = Site::current()) {
