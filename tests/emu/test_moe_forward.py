@@ -18,6 +18,7 @@ CASES = {
     "sizes 24 and 72": Layer((40, 9), hidden=24, intermediate=72),
     "several tiles": Layer((140,), hidden=520, intermediate=264, num_experts=2),
     "one column tile of each": Layer((40,), hidden=256, intermediate=128, num_experts=2),
+    "wide, the table's second row": Layer((40,), hidden=16, intermediate=1536, num_experts=2),
     "shared expert": Layer((150, 20), shared=200),
     "shared expert, saved": Layer((150, 20), shared=40, save="all"),
     "biases": Layer((100, 50), biases=True, intermediate=152, hidden=264),

@@ -7,6 +7,7 @@ import torch
 
 import mok
 from tests._numerics import assert_bitwise_equal, relative_error, three_way
+from tests._products import make_chain
 from tests.gpu._moe import DEVICE, FEATURES, SIZES, bf16_tensors, forward, forward_legs, gpu_case
 
 pytestmark = pytest.mark.usefixtures("needs_sm90")
@@ -101,6 +102,29 @@ def test_a_token_alone_is_the_token_in_a_batch(medium):
     for first, last in ((0, 1), (513, 514), (100, 163), (999, 1000)):
         alone = forward(medium.tokens(first, last))
         assert_bitwise_equal({"out": alone}, {"out": expected[first:last]})
+
+
+@pytest.fixture
+def matmul_without_split_k():
+    """K in one piece and in FP32: the order of summation that the layer has as well."""
+    matmul = torch.backends.cuda.matmul
+    before = (
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction_split_k,
+    )
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    yield
+    matmul.allow_bf16_reduced_precision_reduction = before
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(2048, 768), (7168, 2048), (2880, 2880)])
+def test_rows_have_the_bits_of_torchs_matmul(matmul_without_split_k, hidden, intermediate):
+    # So many rows have tiles for every multiprocessor; tests/cpu/test_products.py has the oracle.
+    chain = make_chain(4096, hidden, intermediate, device=DEVICE)
+    expected = chain.by_matmul()
+    for first, last in ((0, 4096), (0, 1), (7, 52), (3000, 3257)):
+        out = chain.by_mok(first, last)
+        assert_bitwise_equal({"out": out}, {"out": expected[first:last]})
 
 
 def test_the_call_does_not_wait_for_the_gpu(medium):

@@ -1,11 +1,13 @@
 """The forward megakernel on one GPU, alone and as virtual ranks: right, and the same bits however
 it is run. tests/emu/test_moe_forward.py has its every bit against the CPU executor."""
 
+import contextlib
 import dataclasses
 
 import pytest
 import torch
 
+from mok import _C
 from tests._numerics import assert_bitwise_equal
 from tests.gpu._forward import Layer, Weights, make_batch, ranks_of, reference, relative_error
 
@@ -72,6 +74,27 @@ def test_the_ring_does_not_matter(ring_rows):
         assert_bitwise_equal({"out": ranks.out()}, {"out": expected})
 
 
+SHIPPED = [row for row in _C.kernel_configs() if row["arch"] == 90]
+TUNED = ("lag_waves", "group_m")  # what the rows differ in, and what decides who shares L2
+
+
+@pytest.mark.parametrize("ring_rows", [256, 1024, None])
+@pytest.mark.parametrize("row", range(len(SHIPPED)))
+def test_20_repeats_of_each_configuration_and_ring_beside_a_sleeping_kernel(row, ring_rows):
+    tuning = tuple((name, SHIPPED[row][name]) for name in TUNED)
+    layer = dataclasses.replace(LAYERS["768"], ring_rows=ring_rows, tuning=tuning)
+    weights = Weights(layer)
+    batch = make_batch(layer, 500, skew=0.3)
+    with ranks_of(LAYERS["768"], weights, (500,), *batch) as ranks:
+        expected = ranks.out()
+    side = torch.cuda.Stream()
+    with ranks_of(layer, weights, (500,), *batch) as ranks:
+        for turn in range(20):
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(20_000 * (turn % 7))
+            assert_bitwise_equal({"out": ranks.out()}, {"out": expected})
+
+
 def test_the_same_bits_200_times_beside_another_stream():
     layer = LAYERS["768"]
     weights = Weights(layer)
@@ -85,6 +108,36 @@ def test_the_same_bits_200_times_beside_another_stream():
                 with torch.cuda.stream(side):
                     noise @ noise
             assert_bitwise_equal({"out": ranks.out()}, {"out": expected})
+
+
+def test_two_kernels_share_the_multiprocessors():
+    """Neither has all of its blocks at once: the other's hold their place."""
+    layer = LAYERS["768"]
+    weights = Weights(layer)
+    batches = [make_batch(layer, tokens, seed=tokens) for tokens in (1500, 700)]
+    streams = [torch.cuda.Stream() for _ in batches]
+    with contextlib.ExitStack() as stack:
+        calls = [
+            stack.enter_context(ranks_of(layer, weights, (len(batch[0]),), *batch))
+            for batch in batches
+        ]
+        expected = [ranks.out() for ranks in calls]
+        for _ in range(10):
+            for ranks in calls:
+                ranks.ranks[0].out.fill_(torch.nan)
+            torch.cuda._sleep(1_000_000)  # when it ends, both queues are full
+            ready = torch.cuda.Event()
+            ready.record()
+            for stream in streams:
+                stream.wait_event(ready)
+            for _ in range(3):
+                for ranks, stream in zip(calls, streams, strict=True):
+                    with torch.cuda.stream(stream):
+                        ranks.ranks[0].launch()
+            torch.cuda.synchronize()
+            for ranks, wanted in zip(calls, expected, strict=True):
+                ranks.workspaces[0].check()
+                assert_bitwise_equal({"out": ranks.ranks[0].out}, {"out": wanted})
 
 
 def test_a_graph_serves_other_routings():
