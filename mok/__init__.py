@@ -26,10 +26,12 @@ _EXPORTS = {
     "simulate": "simulation",
     "swap_moe_layers": "swap",
     "symm_empty": "workspace",
+    "trace": "_trace",
 }
 _PURE_SUBMODULES = ("errors", "reference", "router", "simulation", "timeline")
 _NATIVE_SUBMODULES = (
     "_backend",
+    "_trace",
     "checkpoint",
     "convert",
     "experts",

@@ -1,12 +1,13 @@
 """Time lines of megakernels: which CTA did what, when, and what it waited for.
 
-A time line is a list of `TimelineEntry`: `mok.simulate(costs=...)` predicts one, and a kernel built
-to record its tasks reports one. Both are shown the same way: shares of the time of all CTAs, a
-Chrome / Perfetto trace, a picture.
+A time line is a list of `TimelineEntry`: `mok.simulate(costs=...)` predicts one, `mok.trace`
+records those of a process's calls. Both are shown the same way: shares of the time of all CTAs,
+rates by kind of task, a Chrome / Perfetto trace, a picture.
 """
 
 import json
 import os
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,6 +32,9 @@ _COLORS = {
 }
 _OTHER_COLOR = "#777777"
 
+PEAK_FLOPS_PER_CYCLE = 4096
+"""Dense BF16 products and sums of a Hopper multiprocessor's tensor cores in a cycle."""
+
 
 class TimelineEntry(NamedTuple):
     """One task on one CTA. Times in microseconds from the start of the call's kernel."""
@@ -47,6 +51,12 @@ class TimelineEntry(NamedTuple):
     """How long the CTA had no tile to work on before `start`."""
     waited_for: str | None
     """The counter that the task's operands were waited for last."""
+    flops: float = 0.0
+    """Products and sums of the task's valid rows and columns; 0: none, or not known."""
+    issued_flops: float = 0.0
+    """Those that the tensor cores made, padding included."""
+    cycles: int = 0
+    """Of the multiprocessor's clock from start to end; 0: not recorded."""
 
     @property
     def is_communication(self) -> bool:
@@ -115,12 +125,82 @@ def timeline_shares(
     )
 
 
-def write_chrome_trace(timeline: Iterable[TimelineEntry], path: str | os.PathLike) -> None:
+@dataclass(frozen=True)
+class KindRate:
+    """How fast the tiles of one kind are, from the time that CTAs spent in them."""
+
+    kind: str
+    tiles: int
+    microseconds: float
+    """Of the median tile."""
+    share: float
+    """Of the time of all CTAs."""
+    tflops: float
+    """All CTAs together, if they did nothing else; 0 where no products are known."""
+    padding: float
+    """Products that the tensor cores made for nothing, per useful one."""
+    mhz: float
+    """Mean clock of the multiprocessors in these tiles; 0: not recorded."""
+    of_peak: float
+    """Useful products per cycle over what the tensor cores can do: the card's clock has no part in
+    it. 0: not recorded."""
+
+
+def kind_rates(
+    timeline: Sequence[TimelineEntry],
+    num_ctas: int | None = None,
+    flops_per_cycle: int = PEAK_FLOPS_PER_CYCLE,
+) -> list[KindRate]:
+    """Rates by kind of tile, the kind that takes most of the time first.
+
+    A card at its power limit lowers its clock while a kernel runs, so that a rate per time says
+    little about the code; `of_peak` is per cycle.
+
+    Args:
+        num_ctas: CTAs of a rank; None: the largest index in the time line plus 1.
+        flops_per_cycle: what the tensor cores of one multiprocessor can do.
+    """
+    tiles: dict[str, list[TimelineEntry]] = {}
+    for entry in timeline:
+        if not entry.is_communication:
+            tiles.setdefault(entry.kind, []).append(entry)
+    if not tiles:
+        return []
+    ctas = num_ctas or max(entry.cta for entry in timeline) + 1
+    total = max(entry.end for entry in timeline) * ctas * len({entry.rank for entry in timeline})
+    rates = []
+    for kind, chosen in tiles.items():
+        spans = [entry.end - entry.start for entry in chosen]
+        busy = sum(spans)
+        flops = sum(entry.flops for entry in chosen)
+        issued = sum(entry.issued_flops for entry in chosen)
+        cycles = sum(entry.cycles for entry in chosen)
+        rates.append(
+            KindRate(
+                kind,
+                len(chosen),
+                statistics.median(spans),
+                busy / total if total else 0.0,
+                flops / busy * ctas * 1e-6 if busy else 0.0,
+                issued / flops - 1 if flops else 0.0,
+                cycles / busy if busy else 0.0,
+                flops / (cycles * flops_per_cycle) if cycles else 0.0,
+            )
+        )
+    return sorted(rates, key=lambda rate: -rate.share)
+
+
+def write_chrome_trace(
+    timeline: Iterable[TimelineEntry], path: str | os.PathLike, more_events: Iterable[dict] = ()
+) -> None:
     """Writes the time line as JSON for chrome://tracing or Perfetto.
 
     A rank is a process; a CTA is a thread with its tiles, and a second one with what it moves.
+
+    Args:
+        more_events: of the trace event format, as they are to stand in the file.
     """
-    events: list[dict] = []
+    events: list[dict] = list(more_events)
     lanes: set[tuple[int, int]] = set()
     for entry in timeline:
         lane = 2 * entry.cta + entry.is_communication
@@ -167,18 +247,33 @@ def draw_timeline(timeline: Sequence[TimelineEntry], path: str | os.PathLike) ->
     """
     if not timeline:
         raise ValueError("timeline is empty: record or simulate a call with at least one route.")
+    ranks = sorted({entry.rank for entry in timeline})
+    panels = [[entry for entry in timeline if entry.rank == rank] for rank in ranks]
+    titles = [""] * len(ranks)
+    rows = max(entry.cta for entry in timeline) + 1
+    if any(not entry.is_communication for entry in timeline):
+        titles[0] = str(timeline_shares(timeline, rows))
+    draw_panels(list(zip(titles, panels, strict=True)), path)
+
+
+def draw_panels(
+    panels: Sequence[tuple[str, Sequence[TimelineEntry]]], path: str | os.PathLike
+) -> None:
+    """Draws several time lines below each other, each with its title and the same time axis.
+
+    Needs matplotlib, and raises ImportError without it.
+    """
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    ranks = sorted({entry.rank for entry in timeline})
-    rows = max(entry.cta for entry in timeline) + 1
-    figure = Figure(figsize=(14, 1 + 3.5 * len(ranks)), layout="constrained")
-    panels = figure.subplots(len(ranks), 1, sharex=True, squeeze=False)[:, 0]
+    rows = max((entry.cta for _, timeline in panels for entry in timeline), default=0) + 1
+    figure = Figure(figsize=(14, 1 + 3.5 * len(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     colors: dict[str, str] = {}
-    for rank, panel in zip(ranks, panels, strict=True):
+    for (title, timeline), panel in zip(panels, axes, strict=True):
         boxes, faces = [], []
-        for entry in (entry for entry in timeline if entry.rank == rank):
+        for entry in timeline:
             base = entry.kind.removeprefix("shared_")
             colors[base] = _COLORS.get(base, _OTHER_COLOR)
             y = entry.cta + (1.15 * rows if entry.is_communication else 0)
@@ -194,11 +289,9 @@ def draw_timeline(timeline: Sequence[TimelineEntry], path: str | os.PathLike) ->
         panel.add_collection(PolyCollection(boxes, facecolors=faces, linewidths=0))
         panel.autoscale_view()
         panel.invert_yaxis()
-        panel.set_ylabel(f"rank {rank}: CTA")
-    panels[-1].set_xlabel("microseconds")
-    tiles = [entry for entry in timeline if not entry.is_communication]
-    if tiles:
-        panels[0].set_title(str(timeline_shares(timeline, rows)))
+        panel.set_ylabel(f"rank {timeline[0].rank}: CTA" if timeline else "CTA")
+        panel.set_title(title, fontsize=10)
+    axes[-1].set_xlabel("microseconds")
     figure.legend(
         handles=[Patch(color=color, label=kind) for kind, color in sorted(colors.items())],
         loc="outside lower center",

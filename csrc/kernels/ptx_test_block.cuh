@@ -182,6 +182,20 @@ __global__ void ptx_deadline_kernel(const __grid_constant__ PtxTestParams params
     }
 }
 
+/// Nanoseconds and cycles that numbers[0] shuffles take, each of what the last one gave.
+__global__ void ptx_clock_kernel(const __grid_constant__ PtxTestParams params) {
+    const uint64_t begin_ns = ptx::timer_ns(), begin_cycles = ptx::clock_cycles();
+    uint32_t value = 0;
+    for (int64_t i = 0; i < params.numbers[0]; ++i) {
+        value = ptx::shuffle(value + 1, static_cast<uint32_t>(i) % ptx::kWarpThreads);
+    }
+    const uint64_t cycles = ptx::clock_cycles() - begin_cycles, ns = ptx::timer_ns() - begin_ns;
+    if (ptx::thread_idx() != 0) return;
+    params.put(0, 0, static_cast<uint32_t>(ns));
+    params.put(0, 1, static_cast<uint32_t>(cycles));
+    params.put(0, 2, value);
+}
+
 /// stmatrix of the registers in[0] and ldmatrix of the bytes in[1]; numbers: transposed.
 __global__ void ptx_matrix_kernel(const __grid_constant__ PtxTestParams params) {
     const uint32_t lane = ptx::lane_idx(), stored = ptx::dynamic_shared(), loaded = stored + 512;

@@ -215,7 +215,7 @@ MOK_DEVICE bool run_consumer(const MoeBackwardParams& params, const Shared& shar
         }
         if constexpr (kTimeline) {
             if (stages_of(task) > 0) wait_stage(shared, self, deadline);
-            if (records) record_start(params, task);
+            if (records) record_start(params, task, task.steps);
         }
         make_part<kForm>(params, shared, task, self, deadline);
         if constexpr (kTimeline) {

@@ -150,7 +150,7 @@ MOK_DEVICE void store_rows(const MoeCallParams& params, const TileTask& task, co
 // ---- the time line
 
 /// One thread of the block, when the operands of a tile are there; nothing stays in registers until its end.
-MOK_DEVICE void record_start(const MoeCallParams& params, const TileTask& task) {
+MOK_DEVICE void record_start(const MoeCallParams& params, const TileTask& task, int32_t steps) {
     if (task.id >= params.spans.num_tasks) return;
     TaskSpan& span = params.spans.tasks[task.id];
     ptx::store_global(&span.kind, task.kind);
@@ -159,13 +159,17 @@ MOK_DEVICE void record_start(const MoeCallParams& params, const TileTask& task) 
     ptx::store_global(&span.row_block, task.row_block);
     ptx::store_global(&span.column, task.column);
     ptx::store_global(&span.waited_for, (task.flags >> kWaitedShift) - 1);
+    ptx::store_global(&span.rows, task.valid_rows);
+    ptx::store_global(&span.steps, steps);
     ptx::store_global(&span.start, ptx::timer_ns());
+    ptx::store_global(&span.start_cycles, ptx::clock_cycles());
 }
 
 MOK_DEVICE void record_end(const MoeCallParams& params, const TileTask& task) {
-    if (task.id < params.spans.num_tasks) {
-        ptx::store_global(&params.spans.tasks[task.id].end, ptx::timer_ns());
-    }
+    if (task.id >= params.spans.num_tasks) return;
+    TaskSpan& span = params.spans.tasks[task.id];
+    ptx::store_global(&span.end, ptx::timer_ns());
+    ptx::store_global(&span.end_cycles, ptx::clock_cycles());
 }
 
 }  // namespace moe_detail

@@ -92,7 +92,7 @@ MOK_DEVICE bool run_consumer(const MoeForwardParams& params, const Shared& share
         }
         if constexpr (kTimeline) {
             ptx::mbar_wait(shared.stage_full(self.stages.slot), self.stages.parity, deadline);
-            if (records) record_start(params, task);
+            if (records) record_start(params, task, steps);
         }
         float accumulators[kAccumulators];
         multiply_tile(shared, self.stages, self.part, steps, self.lane, deadline, accumulators);

@@ -252,10 +252,9 @@ struct Puller {
     }
 };
 
-/// `column` of a pull's span is the number of its elements.
-MOK_DEVICE void record_pull(const MoeCallParams& params, const PullBatch& batch, uint32_t row,
+MOK_DEVICE void record_pull(const MoeCallParams& params, const PullBatch& batch, uint32_t grain, uint32_t row,
                             uint64_t start) {
-    const int64_t at = batch.index / kPullSlots;
+    const int64_t at = batch.index / grain;
     if (at >= params.spans.num_pulls) return;
     TaskSpan& span = params.spans.pulls[at];
     ptx::store_global(&span.kind, kPullSpan);
@@ -290,7 +289,7 @@ MOK_DEVICE bool run_pull_warp(const MoeCallParams& params, const Shared& shared)
             puller.load(is_next ? next : batch, is_next ? slot - 1 : kAhead);
         }
         if constexpr (kTimeline) {
-            if (puller.lane == 0) record_pull(params, batch, row, start);
+            if (puller.lane == 0) record_pull(params, batch, puller.grain, row, start);
         }
         batch = next;
     }

@@ -6,6 +6,7 @@
 
 #include "csrc/launch/error.h"
 #include "csrc/launch/sm90_bf16_moe_backward.h"
+#include "csrc/launch/traced_launch.h"
 #include "csrc/launch/weighted_sum.h"
 #include "csrc/layout/check.h"
 
@@ -107,6 +108,7 @@ void device_backward(Workspace& workspace, const DeviceBackward& backward, void*
         round_up(call.preparation_memory(preparation, backward.header, backward.tensors), kAlign);
     char* memory = call.scratch(prepared_bytes + device_backward_bytes(preparation.shape, preparation.plan));
 
+    const TracedLaunch trace(workspace, backward.header, preparation, stream);
     MoeBackward kernel{};
     place(preparation.shape, preparation.plan, memory + prepared_bytes, kernel);
     set_tensors(backward, kernel);
@@ -137,8 +139,12 @@ void device_backward(Workspace& workspace, const DeviceBackward& backward, void*
     kernel.dout_stride = call.own_dout().stride;
     kernel.rank = workspace.rank();
     kernel.limits = call.limits();
+    kernel.spans = trace.spans();
+    trace.stamp(CallMoment::kPrepared);
     launch_sm90_bf16_moe_backward(kernel, stream);
+    trace.stamp(CallMoment::kComputed, &kernel.call);
     call.meet_outputs();
+    trace.stamp(CallMoment::kMet);
 
     if (wants_weights && window_grads != nullptr) {
         copy_floats(backward.topk_weight_grads, window_grads, routes, stream);
@@ -157,6 +163,7 @@ void device_backward(Workspace& workspace, const DeviceBackward& backward, void*
     sum.out_stride = backward.dx_stride;
     sum.expired = kernel.limits.expired;
     launch_weighted_sum(sum, stream);
+    trace.stamp(CallMoment::kEnd);
 }
 
 }  // namespace mok::launch

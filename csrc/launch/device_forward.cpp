@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "csrc/launch/sm90_bf16_moe_forward.h"
+#include "csrc/launch/traced_launch.h"
 #include "csrc/launch/weighted_sum.h"
 #include "csrc/layout/check.h"
 
@@ -57,6 +58,7 @@ void device_forward(Workspace& workspace, const DeviceForward& forward, void* st
         round_up<int64_t>(call.preparation_memory(preparation, forward.header, forward.tensors), 256);
     char* memory = call.scratch(prepared_bytes + device_forward_bytes(preparation));
 
+    const TracedLaunch trace(workspace, forward.header, preparation, stream);
     MoeForward kernel{};
     place(preparation, memory + prepared_bytes, kernel);
     if (workspace.num_ranks() > 1) {
@@ -79,9 +81,13 @@ void device_forward(Workspace& workspace, const DeviceForward& forward, void* st
     kernel.limit = forward.limit;
     kernel.rank = workspace.rank();
     kernel.limits = call.limits();
+    kernel.spans = trace.spans();
+    trace.stamp(CallMoment::kPrepared);
     launch_sm90_bf16_moe_forward(kernel, stream);
+    trace.stamp(CallMoment::kComputed, &kernel.call);
     // Also behind a recomputation: peers have read this rank's x, which may be overwritten from then on.
     call.meet_outputs();
+    trace.stamp(CallMoment::kMet);
     if (preparation.shape.sizes.pass != schedule::Pass::kForward) return;
 
     WeightedSum sum{};
@@ -99,6 +105,7 @@ void device_forward(Workspace& workspace, const DeviceForward& forward, void* st
     sum.out_stride = forward.out_stride;
     sum.expired = kernel.limits.expired;
     launch_weighted_sum(sum, stream);
+    trace.stamp(CallMoment::kEnd);
 }
 
 }  // namespace mok::launch

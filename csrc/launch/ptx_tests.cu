@@ -51,6 +51,12 @@ void run_deadline(const PtxTest& test) {
     launch("ptx_deadline", ptx_deadline_kernel, {1, 64, 64}, test.stream, test_params(test, limit_ns));
 }
 
+void run_clock(const PtxTest& test) {
+    number(test, 0);
+    output(test, 0, 12);
+    run("ptx_clock", ptx_clock_kernel, {1, 32}, test);
+}
+
 void run_matrix(const PtxTest& test) {
     for (size_t i = 0; i < 2; ++i) {
         input(test, i, 512);
@@ -189,6 +195,7 @@ constexpr struct {
     {"mbarrier", run_mbarrier},
     {"mbarrier_any", run_mbarrier_any},
     {"deadline", run_deadline},
+    {"clock", run_clock},
     {"matrix", run_matrix},
     {"convert", run_convert},
     {"bulk", run_bulk},

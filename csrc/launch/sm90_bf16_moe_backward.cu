@@ -29,6 +29,13 @@ Kernel pick(int32_t activation, bool timeline) {
 
 }  // namespace
 
+void load_sm90_bf16_moe_backward(bool timeline) {
+    for (const ActivationForm form :
+         {ActivationForm::kSwiglu, ActivationForm::kSwigluLimit, ActivationForm::kGptOss}) {
+        load_kernel("loading mok's backward kernel", pick(static_cast<int32_t>(form), timeline));
+    }
+}
+
 void launch_sm90_bf16_moe_backward(const MoeBackward& backward, void* stream) {
     const MoeBackwardParams params = moe_backward_params(backward);
     // One block per multiprocessor of the schedule; they need not all be resident.

@@ -65,6 +65,9 @@ struct MoeBackward {
     TaskSpans spans{};  // with `tasks` set, the time line is recorded
 };
 
+/// As load_sm90_bf16_moe_forward.
+void load_sm90_bf16_moe_backward(bool timeline = false);
+
 /// On `stream` (a cudaStream_t); returns at once. Throws std::invalid_argument and CudaError.
 void launch_sm90_bf16_moe_backward(const MoeBackward& backward, void* stream);
 

@@ -28,10 +28,10 @@ Kernel pick(int32_t activation, bool timeline) {
 
 }  // namespace
 
-void load_sm90_bf16_moe_forward() {
+void load_sm90_bf16_moe_forward(bool timeline) {
     for (const ActivationForm form :
          {ActivationForm::kSwiglu, ActivationForm::kSwigluLimit, ActivationForm::kGptOss}) {
-        load_kernel("loading mok's forward kernel", pick(static_cast<int32_t>(form), false));
+        load_kernel("loading mok's forward kernel", pick(static_cast<int32_t>(form), timeline));
     }
 }
 

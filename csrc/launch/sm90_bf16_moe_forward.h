@@ -43,8 +43,9 @@ struct MoeForward {
     TaskSpans spans{};  // with `tasks` set, the time line is recorded
 };
 
-/// Makes the kernels resident on the current device, as load_peer_kernels does.
-void load_sm90_bf16_moe_forward();
+/// Makes the kernels resident on the current device, as load_peer_kernels does: those that record no time
+/// line, or those that do.
+void load_sm90_bf16_moe_forward(bool timeline = false);
 
 /// On `stream` (a cudaStream_t); returns at once. Throws std::invalid_argument and CudaError.
 void launch_sm90_bf16_moe_forward(const MoeForward& forward, void* stream);

@@ -260,12 +260,20 @@ def worst_case_rows(layer: Layer) -> int:
     )
 
 
-def run(emulator, data: Data, options, has_ended: int = 0) -> tuple[list[dict], object]:
-    """One pass on all ranks: the ranks with their outputs filled, and the emulator's result."""
+def run(
+    emulator, data: Data, options, has_ended: int = 0, trace: tuple[int, int] | None = None
+) -> tuple[list[dict], object]:
+    """One pass on all ranks: the ranks with their outputs filled, and the emulator's result.
+
+    `trace`: entries for tasks and for batches of pulls, to record the time line.
+    """
     layer = data.layer
     ranks = [make_rank(data, r) for r in range(layer.num_ranks)]
     for rank in ranks:
         rank["limits"][0] = has_ended
+        if trace is not None:
+            rank["trace"] = np.full((1 + sum(trace), 64), 0xFF, np.uint8)
+            rank["trace_tasks"] = trace[0]
     numbers = layer_numbers(layer) | {"recompute": layer.recompute}
     return ranks, emulator.moe_forward(numbers, ranks, options)
 

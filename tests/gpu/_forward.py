@@ -14,7 +14,7 @@ ALL = PREPARE | KERNEL | MEET | SUM
 ACTIVATIONS = ("swiglu", "swiglu_limit", "gpt_oss")
 BF16 = torch.bfloat16
 UNTOUCHED = 0x7FB3  # a NaN that no kernel writes
-SPAN_WORDS = 10  # of int32: csrc/kernels/task_span.h
+SPAN_WORDS = 16  # of int32: csrc/kernels/task_span.h
 
 _names = itertools.count()
 

@@ -106,6 +106,18 @@ def check_a_wait_that_expires_takes_the_others_along(runner: Runner) -> None:
     assert limit_ns < record.waited_ns < 500_000_000
 
 
+def check_the_clocks_of_a_multiprocessor(runner: Runner) -> None:
+    out, rounds = filled(3), 200_000 if runner.is_device else 300
+    runner.run("clock", [], [rounds], [out])
+    nanoseconds, cycles, value = (int(each) for each in out)
+    assert value == rounds
+    if runner.is_device:
+        assert 5 * rounds < cycles < 200 * rounds
+        assert 0.2 < cycles / nanoseconds < 3, "cycles per nanosecond"
+    else:
+        assert 0 < cycles <= nanoseconds, "both are the virtual time, the cycles read inside"
+
+
 def check_matrices(runner: Runner, transposed: bool) -> None:
     generator = np.random.default_rng(1)
     # matrix [4, 8, 8] of 16-bit elements; lane l holds row l / 4, columns 2 (l % 4) and the next.
@@ -187,6 +199,7 @@ CASES = (
     ),
     Case("waiting for either of two barriers", check_waiting_for_either_of_two_barriers),
     Case("a wait that expires", check_a_wait_that_expires_takes_the_others_along),
+    Case("clocks", check_the_clocks_of_a_multiprocessor),
     Case("matrices", check_matrices, (False,)),
     Case("matrices, transposed", check_matrices, (True,)),
     Case("conversions", check_conversions),

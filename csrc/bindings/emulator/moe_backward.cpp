@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "csrc/bindings/emulator/moe_run.h"
+#include "csrc/bindings/emulator/trace.h"
 #include "csrc/launch/sm90_bf16_moe_backward.h"
 
 namespace py = pybind11;
@@ -91,7 +92,12 @@ class BackwardRun : public MoeRun {
         backward.home_weight_grads = reinterpret_cast<float*>(home(rank, "home_weight_grads"));
         backward.routed_gradients = gradients(rank, "");
         backward.accumulate = flag("accumulate");
-        launch::launch_sm90_bf16_moe_backward(backward, &session_.stream(rank));
+        const TraceMemory trace(session_, ranks_[rank], rank);
+        backward.spans = trace.spans();
+        void* stream = &session_.stream(rank);
+        trace.stamp(CallMoment::kPrepared, backward.shape, nullptr, stream);
+        launch::launch_sm90_bf16_moe_backward(backward, stream);
+        trace.stamp(CallMoment::kComputed, backward.shape, &backward.call, stream);
     }
 };
 
@@ -112,7 +118,8 @@ void bind_moe_backward(py::module_& module) {
         "weights [T, K], w_gate, w_up, w_down as (array, first row, row step, rows), b_*, the same "
         "with shared_, saved_*, shared_weight [T]; and results, filled where they are given: home_rows "
         "[max_tokens * K, H], home_weight_grads [max_tokens * K], shared_rows, shared_weight_grads, "
-        "dw_*, db_*, shared_dw_*, limits (uint32 [80]: expired, a WaitRecord from byte 256 on).");
+        "dw_*, db_*, shared_dw_*, limits (uint32 [80]: expired, a WaitRecord from byte 256 on), trace (uint8 "
+        "[1 + tasks + pulls, 64], of which trace_tasks are for tasks).");
 }
 
 }  // namespace mok::emulator

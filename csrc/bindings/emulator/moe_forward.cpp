@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "csrc/bindings/emulator/moe_run.h"
+#include "csrc/bindings/emulator/trace.h"
 #include "csrc/launch/sm90_bf16_moe_forward.h"
 
 namespace py = pybind11;
@@ -32,7 +33,12 @@ class ForwardRun : public MoeRun {
         forward.saved_up = output(rank, "saved_up");
         forward.saved_shared_gate = output(rank, "saved_shared_gate");
         forward.saved_shared_up = output(rank, "saved_shared_up");
-        launch::launch_sm90_bf16_moe_forward(forward, &session_.stream(rank));
+        const TraceMemory trace(session_, ranks_[rank], rank);
+        forward.spans = trace.spans();
+        void* stream = &session_.stream(rank);
+        trace.stamp(CallMoment::kPrepared, forward.shape, nullptr, stream);
+        launch::launch_sm90_bf16_moe_forward(forward, stream);
+        trace.stamp(CallMoment::kComputed, forward.shape, &forward.call, stream);
     }
 };
 
@@ -52,7 +58,8 @@ void bind_moe_forward(py::module_& module) {
         "holds NumPy arrays, BF16 as uint16: x [T, H], ids [T, K], w_gate, w_up, w_down as (array, first "
         "row, row step, rows), b_*, the same with shared_; and results, filled where they are given: "
         "home_rows [max_tokens * K, H] (always), shared_rows [T, H], saved_x, saved_gate, saved_up, "
-        "saved_shared_gate, saved_shared_up, limits (uint32 [80]: expired, a WaitRecord from byte 256 on).");
+        "saved_shared_gate, saved_shared_up, limits (uint32 [80]: expired, a WaitRecord from byte 256 on), "
+        "trace (uint8 [1 + tasks + pulls, 64], of which trace_tasks are for tasks).");
 }
 
 }  // namespace mok::emulator

@@ -124,7 +124,6 @@ void bind_device_forward(py::module_& module) {
              py::arg("settings"), py::arg("top_k"), py::arg("max_tokens"))
         .def("launch", &DeviceForward::launch, py::arg("tensors"), py::arg("stages"), py::arg("stream"),
              "Stages: 1 preparation, 2 the megakernel, 4 the barrier behind it, 8 the weighted sum.");
-    module.attr("TASK_SPAN_BYTES") = sizeof(TaskSpan);
 }
 
 #else

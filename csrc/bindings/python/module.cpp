@@ -11,6 +11,7 @@ void bind_device_forward(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
 void bind_kernels(pybind11::module_& module);
+void bind_trace(pybind11::module_& module);
 }  // namespace mok::python
 
 PYBIND11_MODULE(_C, module) {
@@ -24,4 +25,5 @@ PYBIND11_MODULE(_C, module) {
     mok::python::bind_plan(module);
     mok::python::bind_schedule(module);
     mok::python::bind_kernels(module);
+    mok::python::bind_trace(module);
 }
