@@ -34,6 +34,10 @@ def main(arguments: list[str] | None = None) -> int:
     memory.add_argument("--dtype", default="bfloat16", help="of the calls")
     memory.add_argument("--parameter-dtype", help="of the parameters; default: that of the calls")
     memory.add_argument("--threads", type=int, help="of the CPU backend")
+    memory.add_argument("--device", default="cpu", help='whose workspace: "cpu" or "cuda"')
+    memory.add_argument(
+        "--multiprocessors", type=int, default=132, help="of the GPU (132: H100 SXM, H200)"
+    )
     memory.add_argument("--json", action="store_true", help="for programs to read")
     memory.set_defaults(run=_memory)
 

@@ -1,7 +1,8 @@
 """What a layer allocates for given sizes, before anything is allocated: `mok memory`.
 
-Sizes are those of the CPU backend, whose workspace `tests/cpu/test_memory.py` compares with what is
-really allocated. Routing changes none of them: the ring bounds what skew would fill.
+The workspace is that of the CPU backend, compared with what is really allocated by
+`tests/cpu/test_memory.py`, or that of a GPU, computed by the functions that place it there. Routing
+changes neither: the ring bounds what skew would fill.
 
 Shapes: T tokens of a rank (max_tokens), K experts per token, E experts in all R ranks, H hidden, I
 intermediate, J the shared expert's width.
@@ -13,7 +14,14 @@ import mmap
 import torch
 
 from mok import _C
-from mok.shapes import PAD, SAVE_POLICIES, default_ring_rows, worst_case_rows
+from mok.shapes import (
+    GRADIENT_ORDER,
+    PAD,
+    SAVE_POLICIES,
+    default_ring_rows,
+    gradient_bits,
+    worst_case_rows,
+)
 
 _WINDOW_ALIGN = 256  # csrc/layout/window.h
 _DW_BLOCK = 64  # columns of I in one partial sum of a routing weight's gradient
@@ -39,6 +47,7 @@ class MemoryEstimate:
     saved_by_policy: dict[str, int]  # bytes of the saved context for each `save`
     ring_rows: int
     worst_case_rows: int
+    device: str  # whose workspace: "cpu" or "cuda"
 
     def total(self, scope: str) -> int:
         """Bytes of all items of a scope."""
@@ -46,10 +55,11 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         lines = []
+        device = "the CPU" if self.device == "cpu" else "a GPU"
         for scope, title in (
             ("layer", "each layer"),
             ("call", "each layer, from its forward to its backward"),
-            ("workspace", "once for all layers of a group"),
+            ("workspace", f"once for all layers of a group, on {device}"),
         ):
             lines.append(f"{title}: {_mib(self.total(scope))}")
             lines += [f"    {i.name:<52}{_mib(i.bytes)}" for i in self.items if i.scope == scope]
@@ -82,6 +92,8 @@ def memory_estimate(
     dtype: torch.dtype = torch.bfloat16,
     parameter_dtype: torch.dtype | None = None,
     threads: int | None = None,
+    device: str = "cpu",
+    multiprocessors: int = 132,
 ) -> MemoryEstimate:
     """What one rank of a layer needs for calls of up to `max_tokens` tokens.
 
@@ -92,9 +104,13 @@ def memory_estimate(
         num_ranks: R; the experts are those of all ranks.
         dtype: of the calls; parameter_dtype: of the parameters (None: the same).
         threads: of the CPU backend; None is torch's number.
+        device: whose workspace, "cpu" or "cuda"; all else is the same on both.
+        multiprocessors: of the GPU (132: H100 SXM and H200); the plan's memory depends a little on
+            them.
 
     Raises:
-        ValueError: for sizes that cannot be.
+        ValueError: for sizes that cannot be, for a dtype that a GPU's kernels do not take, and for
+            "cuda" where mok was built without CUDA kernels.
     """
     if layer is not None:
         weight = layer.experts.w_gate
@@ -117,6 +133,7 @@ def memory_estimate(
     for name, value in (
         ("ring_rows", ring_rows),
         ("threads", threads),
+        ("multiprocessors", multiprocessors),
         ("shared_intermediate_size", shared_intermediate_size),
     ):
         if value is not None and (not isinstance(value, int) or value < 1):
@@ -138,6 +155,8 @@ def memory_estimate(
         )
     if save not in SAVE_POLICIES:
         raise ValueError(f"save is {save!r}: it must be one of {SAVE_POLICIES}")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}: it must be 'cpu' or 'cuda'")
     sizes = _Sizes(
         max_tokens,
         top_k,
@@ -150,10 +169,13 @@ def memory_estimate(
         (parameter_dtype or dtype).itemsize,
         ring_rows,
     )
-    threads = torch.get_num_threads() if threads is None else threads
+    if device == "cuda":
+        workspace = sizes.cuda_workspace(bias, save, dtype, multiprocessors)
+    else:
+        workspace = sizes.workspace(bias, torch.get_num_threads() if threads is None else threads)
     saved = {policy: sizes.saved_context(policy) for policy in SAVE_POLICIES}
-    items = (*sizes.parameters(bias), *sizes.call(saved[save]), *sizes.workspace(bias, threads))
-    return MemoryEstimate(items, saved, sizes.ring, sizes.worst)
+    items = (*sizes.parameters(bias), *sizes.call(saved[save]), *workspace)
+    return MemoryEstimate(items, saved, sizes.ring, sizes.worst, device)
 
 
 class _Sizes:
@@ -220,6 +242,39 @@ class _Sizes:
             ("biases in FP32", 4 * self.local * (2 * self.I + self.H) if bias else 0),
             ("plan", 8 * self.worst),
             (f"packed operands of {threads} thread(s), at most", threads * _WORKER_BYTES),
+        ]
+        return [Item("workspace", name, size) for name, size in items]
+
+    def cuda_workspace(self, bias: bool, save: str, dtype: torch.dtype, sms: int) -> list[Item]:
+        if not hasattr(_C, "device_memory"):
+            raise ValueError(
+                "device is 'cuda', but this mok was built without CUDA kernels, whose code says "
+                "what they allocate: see `mok doctor`"
+            )
+        if dtype != torch.bfloat16:
+            raise ValueError(f"dtype is {dtype}: with device='cuda' it must be torch.bfloat16")
+        wanted = {name for name in GRADIENT_ORDER if bias or not name.startswith("b_")}
+        wanted -= set() if self.J else {name for name in wanted if name.startswith("shared")}
+        held = _C.device_memory(
+            max_tokens=self.T,
+            hidden=self.H,
+            intermediate=self.I,
+            shared_intermediate=self.J,
+            num_experts=self.E,
+            top_k=self.K,
+            num_ranks=self.R,
+            ring_rows=self.ring,
+            save=save,
+            gradients=gradient_bits(wanted),
+            multiprocessors=sms,
+        )
+        items = [
+            ("x, dout, ids and weights for the peers", held["inputs"]),
+            ("returning rows [T * K, H]", held["home_rows"]),
+            ("flags, router gradients, and rounding to 2 MiB", held["flags"]),
+            ("plan, task tables and counters", held["plan"]),
+            ("ring and other temporaries of backward", held["rows"]),
+            ("rounding of temporaries to 2 MiB", held["rounding"]),
         ]
         return [Item("workspace", name, size) for name, size in items]
 

@@ -178,10 +178,16 @@ void DeviceCall::meet_outputs() {
 }
 
 Preparation layer_preparation(const Workspace& workspace, const CallHeader& header, bool zero_idle) {
+    return layer_preparation({workspace.rank(), workspace.num_ranks(), 0, workspace.most_blocks}, header,
+                             zero_idle);
+}
+
+Preparation layer_preparation(const CallPlace& place, const CallHeader& header, bool zero_idle) {
     Preparation result{};
-    result.most_blocks = workspace.most_blocks;
-    result.plan = PlanShape{workspace.rank(),
-                            workspace.num_ranks(),
+    result.most_blocks = place.most_blocks;
+    result.multiprocessors = place.multiprocessors;
+    result.plan = PlanShape{place.rank,
+                            place.num_ranks,
                             static_cast<int32_t>(header.num_experts),
                             static_cast<int32_t>(header.top_k),
                             header.max_tokens,
@@ -199,8 +205,9 @@ Preparation layer_preparation(const Workspace& workspace, const CallHeader& head
     sizes.ring_rows = std::min(header.ring_rows, std::max(worst_case_rows(result.plan), result.plan.pad));
     sizes.gradients = sizes.pass == schedule::Pass::kBackward ? header.gradients : 0;
     sizes.zero_idle = zero_idle;
-    sizes.num_sms =
-        static_cast<int32_t>(workspace.most_blocks > 0 ? workspace.most_blocks : num_multiprocessors());
+    uint32_t num_sms = place.most_blocks > 0 ? place.most_blocks : place.multiprocessors;
+    if (num_sms == 0) num_sms = num_multiprocessors();
+    sizes.num_sms = static_cast<int32_t>(num_sms);
     sizes.row_bytes = header.hidden * dtype_bytes(static_cast<DType>(header.dtype));
     const schedule::KernelConfig* config =
         schedule::choose_config(schedule::Arch::kSm90, header.intermediate);

@@ -87,8 +87,18 @@ class MemoryPlacer {
     int64_t bytes_ = 0;
 };
 
+/// Whose call it is: a rank, and the multiprocessors of its GPU (0: the current one is asked) of which it may
+/// use so many (0: all).
+struct CallPlace {
+    int32_t rank = 0;
+    int32_t num_ranks = 1;
+    uint32_t multiprocessors = 0;
+    uint32_t most_blocks = 0;
+};
+
 /// What the preparation of a layer's call needs, from its header. `zero_idle` is for backward. Throws
 /// std::invalid_argument where sizes do not fit each other.
+Preparation layer_preparation(const CallPlace& place, const CallHeader& header, bool zero_idle);
 Preparation layer_preparation(const Workspace& workspace, const CallHeader& header, bool zero_idle);
 
 }  // namespace mok::launch

@@ -74,7 +74,7 @@ Grid grid_of(const Preparation& preparation) {
     MOK_CHECK(warps >= 1, "num_experts = ", plan.num_experts, " on ", plan.num_ranks, " ranks: ", experts,
               " experts on one rank are more than a block can count in shared memory; use more ranks.");
     if (preparation.warps > 0) warps = std::min<int64_t>(warps, preparation.warps);
-    int64_t most = num_multiprocessors();
+    int64_t most = preparation.multiprocessors > 0 ? preparation.multiprocessors : num_multiprocessors();
     if (preparation.most_blocks > 0) most = std::min<int64_t>(most, preparation.most_blocks);
     // A warp's rounds are of one rank; the table takes a block of its own.
     const int64_t tiles = worst_case_rows(plan) / kTileRows;

@@ -15,9 +15,10 @@ namespace mok::launch {
 struct Preparation {
     PlanShape plan;  // of at most 32 choices a token; its pad is the shape's row block
     schedule::ScheduleShape shape;
-    uint32_t most_blocks = 0;  // multiprocessors that may be used; 0: all
-    uint32_t warps = 0;        // of a block; 0: as many as fit
-    bool may_be_small = true;  // false: a small call is prepared as a large one is
+    uint32_t most_blocks = 0;      // multiprocessors that may be used; 0: all
+    uint32_t warps = 0;            // of a block; 0: as many as fit
+    bool may_be_small = true;      // false: a small call is prepared as a large one is
+    uint32_t multiprocessors = 0;  // of the GPU; 0: the current one is asked
 };
 
 /// Rows [num_tokens, H] of a tensor; nullptr where there is none.

@@ -177,6 +177,16 @@ def test_an_old_torch_and_a_wrong_result_are_errors(monkeypatch):
     assert "its output is not that of plain PyTorch" in found.text
 
 
+@pytest.mark.skipif(not hasattr(mok._C, "device_memory"), reason="mok was built without kernels")
+def test_memory_takes_a_gpus_workspace(capsys):
+    assert main(["memory", "--max-tokens", "100", *SIZES, "--device", "cuda"]) == 0
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "top_k": 2}
+    estimate = mok.memory_estimate(max_tokens=100, **sizes, device="cuda")
+    text = capsys.readouterr().out.strip()
+    assert text == str(estimate)
+    assert "once for all layers of a group, on a GPU" in text
+
+
 def test_memory_prints_the_estimate(capsys):
     arguments = ["memory", "--max-tokens", "100", *SIZES]
     assert main(arguments) == 0

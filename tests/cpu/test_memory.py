@@ -1,5 +1,8 @@
 """`mok.memory_estimate` against what is really allocated."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -80,6 +83,125 @@ def test_the_saved_context_is_that_of_the_op(save, extras):
         assert estimate.saved_by_policy[save] == expected
         (item,) = [i for i in estimate.items if i.name == "saved context"]
         assert item.bytes == expected
+
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "memory.md"
+
+
+def documented_elements(save: str, **sizes: int) -> int:
+    """The middle cell of the policy's row in docs/memory.md, computed."""
+    (row,) = re.findall(rf'^\| `"{save}"`.*', DOCUMENT.read_text(), re.M)
+    terms = row.split("|")[2].split(":")[-1].strip().replace(" x ", " * ")
+    if terms == "nothing":
+        return 0
+    assert re.fullmatch(r"[\w+*() ]+", terms)
+    return eval(re.sub(r"2 ([IJ])", r"2 * \1", terms), {}, sizes)
+
+
+@pytest.mark.parametrize("shared", [0, 40])
+@pytest.mark.parametrize("save", ["all", "gate_up", "none"])
+def test_the_saved_context_is_as_documented(save, shared):
+    """What a forward really returns for backward, against the formula that users read."""
+    tokens, H, I, ring_rows = 300, 16, 24, 256
+    case = make_case(tokens, K, E, H, I, shared=shared or None)
+    tensors, settings = op_arguments(case, save=save, ring_rows=ring_rows)
+    context = torch.ops.mok.moe_forward(*tensors.in_order(), *settings)[1:]
+    assert sum(tensor.numel() for tensor in context) == documented_elements(
+        save, rows=ring_rows, T=tokens, H=H, I=I, J=shared
+    )
+
+
+needs_kernels = pytest.mark.skipif(
+    not hasattr(mok._C, "device_memory"), reason="mok was built without CUDA kernels"
+)
+
+
+def gpu_estimate(**sizes):
+    return mok.memory_estimate(**sizes, device="cuda")
+
+
+def sizes_by_name(estimate) -> dict[str, int]:
+    return {item.name: item.bytes for item in estimate.items if item.scope == "workspace"}
+
+
+@needs_kernels
+@pytest.mark.parametrize("save", ["all", "none"])
+@pytest.mark.parametrize("ring_rows", [1024, None])
+def test_a_gpus_temporaries_are_those_of_backward(ring_rows, save):
+    """The arrays of a backward pass, listed by hand."""
+    T, H, I, J = 512, 256, 192, 64
+    sizes = {
+        "max_tokens": T,
+        "hidden_size": H,
+        "intermediate_size": I,
+        "num_experts": 8,
+        "top_k": 4,
+    }
+    settings = {"shared_intermediate_size": J, "save": save, "bias": True, "ring_rows": ring_rows}
+    estimate = gpu_estimate(**sizes, **settings)
+    rows, more_chunks = estimate.ring_rows, estimate.ring_rows < estimate.worst_case_rows
+    makes_gate_up = save == "none" or more_chunks
+    bf16 = [rows * H] * 2 + [rows * I] * (3 + 2 * makes_gate_up)  # x, dout; dg, du, h', g, u
+    bf16 += [T * J] * (3 + 2 * (save == "none")) + [T * H]
+    fp32 = [rows * (I // 64), rows, T * (J // 64)]
+    if rows < T * 4:  # the longest segment does not fit
+        fp32.append(3 * H * I + 2 * I + H)
+    expected = sum(-(-count * 2 // 256) * 256 for count in bf16)
+    expected += sum(-(-count * 4 // 256) * 256 for count in fp32)
+    held = sizes_by_name(estimate)
+    assert held["ring and other temporaries of backward"] == expected
+    assert held["returning rows [T * K, H]"] == T * 4 * H * 2
+    temporaries = expected + T * 4 * H * 2 + held["plan, task tables and counters"]
+    assert (temporaries + held["rounding of temporaries to 2 MiB"]) % 2**21 == 0
+
+
+@needs_kernels
+def test_a_gpus_window_has_what_peers_exchange():
+    T, K, H = 1000, 4, 264
+    sizes = {"max_tokens": T, "hidden_size": H, "intermediate_size": 64, "num_experts": 8}
+    held = sizes_by_name(gpu_estimate(**sizes, top_k=K, num_ranks=4))
+    align = 256
+    inputs = 2 * -(-T * H * 2 // align) * align + 2 * -(-T * K * 4 // align) * align
+    assert held["x, dout, ids and weights for the peers"] == inputs
+    assert held["returning rows [T * K, H]"] == -(-T * K * H * 2 // align) * align
+    window = sum(list(held.values())[:3])
+    assert window % 2**21 == 0
+    assert window - 2**21 < inputs + T * K * H * 2 + T * K * 4 + 2**16
+
+
+@needs_kernels
+def test_a_gpus_plan_depends_on_ranks_and_multiprocessors():
+    sizes = {"max_tokens": 2048, "hidden_size": 64, "intermediate_size": 64, "num_experts": 64}
+    name = "plan, task tables and counters"
+    by_ranks = [
+        sizes_by_name(gpu_estimate(**sizes, top_k=4, num_ranks=r))[name] for r in (1, 4, 16)
+    ]
+    assert by_ranks == sorted(set(by_ranks))
+    few = sizes_by_name(gpu_estimate(**sizes, top_k=4, num_ranks=4, multiprocessors=8))[name]
+    assert 0 < abs(few - by_ranks[1]) < by_ranks[1] / 10
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 33, "num_experts": 64}, "top_k = 33: on a GPU it must be at most 32"),
+        ({"dtype": torch.float32}, "with device='cuda' it must be torch.bfloat16"),
+        ({"device": "xpu"}, "device is 'xpu': it must be 'cpu' or 'cuda'"),
+        ({"multiprocessors": 0}, "multiprocessors is 0"),
+    ],
+)
+def test_what_a_gpu_does_not_take_is_named(change, message):
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "top_k": 2}
+    with pytest.raises(ValueError, match=message):
+        mok.memory_estimate(**{"max_tokens": 100, "device": "cuda", **sizes} | change)
+
+
+def test_a_build_without_kernels_says_so(monkeypatch):
+    monkeypatch.delattr(mok._C, "device_memory", raising=False)
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "top_k": 2}
+    with pytest.raises(ValueError, match="this mok was built without CUDA kernels"):
+        gpu_estimate(max_tokens=100, **sizes)
 
 
 def test_weights_and_gradients_are_the_parameters():

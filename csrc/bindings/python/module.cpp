@@ -8,6 +8,7 @@ void bind_device_heap(pybind11::module_& module);
 void bind_device_preparation(pybind11::module_& module);
 void bind_device_backward(pybind11::module_& module);
 void bind_device_forward(pybind11::module_& module);
+void bind_device_memory(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
 void bind_kernels(pybind11::module_& module);
@@ -22,6 +23,7 @@ PYBIND11_MODULE(_C, module) {
     mok::python::bind_device_preparation(module);
     mok::python::bind_device_backward(module);
     mok::python::bind_device_forward(module);
+    mok::python::bind_device_memory(module);
     mok::python::bind_plan(module);
     mok::python::bind_schedule(module);
     mok::python::bind_kernels(module);
