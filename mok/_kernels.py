@@ -74,7 +74,7 @@ def as_kernels_take_them(tensors: LayerTensors) -> tuple[Tensor | None, ...]:
     changed = {name: _fit(getattr(tensors, name)) for name in _WEIGHTS}
     if x.shape[0] > 1 and x.stride(0) < x.shape[1]:
         changed["x"] = x.contiguous()
-    return LayerTensors(**(vars(tensors) | changed)).in_order()
+    return tensors._replace(**changed).in_order()
 
 
 def _fit(tensor: Tensor | None) -> Tensor | None:

@@ -4,21 +4,23 @@ The functional ops allocate their results by the shape functions of `mok.shapes`
 ones (csrc/bindings/torch).
 """
 
+import functools
+
 import torch
+from torch import Tensor
 
 from mok import _kernels, _native, errors, workspace
 from mok.shapes import (
     GRADIENT_ORDER,
-    SETTING_NAMES,
     TENSOR_NAMES,
     LayerSettings,
     LayerTensors,
     check_layer,
     check_tokens,
+    context_rows,
     empty_backward,
     empty_forward,
     empty_recompute,
-    gradient_bits,
 )
 
 _native.load()
@@ -33,7 +35,6 @@ _SETTINGS = (
     "str workspace, int num_experts, SymInt max_tokens, SymInt ring_rows, str activation, "
     "float? swiglu_limit, str save, int gradients"
 )
-_NUM_SAVED = 5
 
 _library = torch.library.Library("mok", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
@@ -91,17 +92,31 @@ def prepare(tensors: LayerTensors, settings: LayerSettings, make):
 
 
 def _forward(*args):
+    """Allocates and runs in C++, where the arguments are looked at again: what is wrong with them
+    is said by the checks of this module, and to the peers too."""
     tensors, settings = LayerTensors(*args[:_NUM_TENSORS]), LayerSettings(*args[_NUM_TENSORS:])
-    return run(
-        settings,
-        prepare(tensors, settings, empty_forward),
-        lambda results: torch.ops.mok.moe_forward_out(
-            *_kernels.as_kernels_take_them(tensors),
-            *settings.in_order(),
-            results[0],
-            list(results[1:]),
-        ),
-    )
+    workspace.ensure(settings.workspace)
+    try:
+        if tensors.x.is_cuda:
+            _check_device(tensors, settings)
+        return torch.ops.mok._moe_forward(*args, *context_rows(tensors, settings))
+    except Exception as error:
+        raise _failure(error, tensors, settings) from None
+
+
+def _failure(error: Exception, tensors: LayerTensors, settings: LayerSettings) -> Exception:
+    """What a failed call raises; the peers hear of it where C++ has not told them."""
+    is_from_call = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+    if is_from_call and "mok.untold: " not in str(error):
+        return errors.translate(error)
+    try:
+        prepare(tensors, settings, empty_forward)()  # which also knows torch's class of errors
+    except Exception as found:
+        error = found.with_traceback(None)
+    else:
+        error = errors.translate(error)
+    workspace.abort(settings.workspace, str(error))
+    return error
 
 
 def _recompute(*args):
@@ -149,37 +164,125 @@ def _backward_fake(grad_output, *args):
     )
 
 
-def _setup_context(ctx, inputs, output):
-    tensors, settings = LayerTensors(*inputs[:_NUM_TENSORS]), LayerSettings(*inputs[_NUM_TENSORS:])
-    saved = output[1:]
-    ctx.mark_non_differentiable(*saved)
-    ctx.set_materialize_grads(False)
-    present = [tensor for tensor in tensors.in_order() if tensor is not None]
-    ctx.save_for_backward(*present, *saved)
-    ctx.is_present = [tensor is not None for tensor in tensors.in_order()]
-    ctx.settings = settings
+def _forward_autograd(keyset, *args):
+    """The op for tensors that autograd may record; torch.library.register_autograd makes one too,
+    which takes 0.2 ms for a schema of 21 arguments."""
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args[:_NUM_TENSORS]):
+        settings = LayerSettings(*args[_NUM_TENSORS:])
+        return _Forward.apply(keyset, settings, *args[:_NUM_TENSORS])
+    with torch._C._AutoDispatchBelowAutograd():
+        return _below_autograd(keyset, args)
 
 
-def _autograd(ctx, grad_output, *_grads_of_saved):
-    none = [None] * (_NUM_TENSORS + len(SETTING_NAMES))
+def _below_autograd(keyset, args):
+    """What the dispatcher does below autograd, with fewer steps for tensors that hold memory."""
+    if _holds_memory(keyset.raw_repr()):
+        return _forward(*args)
+    keyset = keyset & torch._C._after_autograd_keyset
+    return torch.ops.mok.moe_forward.default.redispatch(keyset, *args)
+
+
+@functools.cache
+def _holds_memory(keyset: int) -> bool:
+    """Whether nothing but a backend's kernel comes below autograd: no fakes, no modes."""
+    keys = torch._C.DispatchKeySet.from_raw_repr(keyset) & torch._C._after_autograd_keyset
+    return keys.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+
+
+def forward(tensors: LayerTensors, settings: LayerSettings) -> Tensor:
+    """moe_forward's out [T, H], differentiable: the op, or the same by a shorter way in eager mode,
+    where nobody asks to see it (no modes, no transforms, no classes of tensors)."""
+    x = tensors.x
+    include = torch._C._dispatch_tls_local_include_set().raw_repr()
+    is_plain = include in _ORDINARY and _PLAIN.issuperset(map(type, tensors))
+    if not is_plain or not (x.is_cuda or x.is_cpu):
+        return torch.ops.mok.moe_forward(*tensors, *settings)[0]
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+        return _Out.apply(settings, *tensors)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward(*tensors, *settings)[0]
+
+
+def _keyset(*keys) -> int:
+    result = torch._C.DispatchKeySet(keys[0])
+    for key in keys[1:]:
+        result = result.add(key)
+    return result.raw_repr()
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+# What this thread includes in every call in eager mode, and in inference mode.
+_ORDINARY = frozenset(
+    (
+        _keyset(torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.ADInplaceOrView),
+        _keyset(torch._C.DispatchKey.BackendSelect),
+    )
+)
+
+
+class _Forward(torch.autograd.Function):
+    """All of moe_forward's results, as the op returns them."""
+
+    @staticmethod
+    def forward(ctx, keyset, settings, *tensors):
+        with torch._C._AutoDispatchBelowAutograd():
+            results = _below_autograd(keyset, (*tensors, *settings))
+        saved = results[1:]
+        ctx.mark_non_differentiable(*saved)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *saved)
+        ctx.settings = settings
+        return results
+
+    @staticmethod
+    def backward(ctx, grad_output, *_grads_of_saved):
+        return None, None, *_gradients(ctx, ctx.needs_input_grad[2:], grad_output)
+
+
+class _Out(torch.autograd.Function):
+    """moe_forward's out alone."""
+
+    @staticmethod
+    def forward(ctx, settings, *tensors):
+        with torch._C._AutoDispatchBelowAutograd():
+            out_TH, *saved = _forward(*tensors, *settings)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *saved)
+        ctx.settings = settings
+        return out_TH
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return None, *_gradients(ctx, ctx.needs_input_grad[1:], grad_output)
+
+
+def _gradients(ctx, is_needed, grad_output) -> list[Tensor | None]:
+    """One for each of TENSOR_NAMES."""
+    found: list[Tensor | None] = [None] * _NUM_TENSORS
     if grad_output is None:
-        return tuple(none)
-    stored = list(ctx.saved_tensors)
-    saved = stored[len(stored) - _NUM_SAVED :]
-    remaining = iter(stored)
-    args = [next(remaining) if present else None for present in ctx.is_present]
-    names = list(LayerTensors.__dataclass_fields__)
-    wanted = {name for name, needed in zip(names, ctx.needs_input_grad, strict=False) if needed}
-    settings = LayerSettings(
-        **{**vars(ctx.settings), "gradients": gradient_bits(wanted & set(GRADIENT_ORDER))}
+        return found
+    stored = ctx.saved_tensors  # once: checkpointing allows no second look
+    bits = sum(1 << bit for bit, index in enumerate(_DIFFERENTIABLE) if is_needed[index])
+    settings = ctx.settings._replace(gradients=bits)
+    args = (
+        grad_output.contiguous(),
+        *stored[:_NUM_TENSORS],
+        list(stored[_NUM_TENSORS:]),
+        *settings,
     )
-    results = torch.ops.mok.moe_backward(
-        grad_output.contiguous(), *args, saved, *settings.in_order()
-    )
-    for name, gradient in zip(GRADIENT_ORDER, results, strict=True):
-        if name in wanted:
-            none[TENSOR_NAMES.index(name)] = gradient
-    return tuple(none)
+    if torch.is_grad_enabled():
+        results = torch.ops.mok.moe_backward(*args)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            results = torch.ops.mok.moe_backward(*args)
+    for bit, index in enumerate(_DIFFERENTIABLE):
+        if bits >> bit & 1:
+            found[index] = results[bit]
+    return found
+
+
+# Where each tensor of GRADIENT_ORDER stands in TENSOR_NAMES.
+_DIFFERENTIABLE = tuple(TENSOR_NAMES.index(name) for name in GRADIENT_ORDER)
 
 
 def _setup_recompute(ctx, inputs, output):
@@ -208,9 +311,7 @@ for _name, _implementation, _fake in (
     # peers still run theirs and wait.
     torch.fx.node.has_side_effect(getattr(torch.ops.mok, _name).default)
 
-torch.library.register_autograd(
-    "mok::moe_forward", _autograd, setup_context=_setup_context, lib=_library
-)
+_library.impl("moe_forward", _forward_autograd, "Autograd", with_keyset=True)
 torch.library.register_autograd("mok::moe_backward", _no_double_backward, lib=_library)
 torch.library.register_autograd(
     "mok::moe_recompute", _no_recompute_backward, setup_context=_setup_recompute, lib=_library

@@ -19,7 +19,6 @@ from mok import _kernels
 from mok._library import prepare, run
 from mok.shapes import (
     GRADIENT_ORDER,
-    SETTING_NAMES,
     TENSOR_NAMES,
     LayerSettings,
     LayerTensors,
@@ -30,13 +29,14 @@ from mok.shapes import (
 _NOT_WEIGHTS = ("x", "topk_weights", "shared_weight")
 
 
-def participants(tensors: LayerTensors, wanted: set[str]) -> dict[str, Tensor]:
-    """The parameters of a call that speak the protocol, by their name in it."""
+def participants(tensors: LayerTensors, gradients: int) -> dict[str, Tensor]:
+    """The parameters of a call that speak the protocol, by their name in it; `gradients` has a bit
+    for each of GRADIENT_ORDER that has one."""
     found = {}
-    for name in GRADIENT_ORDER:
-        tensor = getattr(tensors, name)
-        if name in _NOT_WEIGHTS or name not in wanted:
+    for bit, name in enumerate(GRADIENT_ORDER):
+        if not gradients >> bit & 1 or name in _NOT_WEIGHTS:
             continue
+        tensor = getattr(tensors, name)
         if not hasattr(tensor, "grad_added_to_main_grad"):
             continue
         if hasattr(tensor, "get_main_grad") or getattr(tensor, "main_grad", None) is not None:
@@ -85,7 +85,8 @@ def add(name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
 class _MainGradMoE(torch.autograd.Function):
     @staticmethod
     def forward(ctx, settings, parameters, *tensors):
-        out_TH, *saved = torch.ops.mok.moe_forward(*tensors, *settings.in_order())
+        with torch._C._AutoDispatchBelowAutograd():
+            out_TH, *saved = torch.ops.mok.moe_forward(*tensors, *settings)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *saved)
         ctx.settings, ctx.parameters = settings, parameters
@@ -101,8 +102,7 @@ class _MainGradMoE(torch.autograd.Function):
         args, saved = stored[: len(TENSOR_NAMES)], list(stored[len(TENSOR_NAMES) :])
         needed = ctx.needs_input_grad[2:]
         wanted = {name for name, need in zip(TENSOR_NAMES, needed, strict=True) if need}
-        values = dict(zip(SETTING_NAMES, ctx.settings.in_order(), strict=True))
-        settings = LayerSettings(**values | {"gradients": gradient_bits(wanted)})
+        settings = ctx.settings._replace(gradients=gradient_bits(wanted))
         parameters = {name: p for name, p in ctx.parameters.items() if name in wanted}
 
         def make(tensors, settings):

@@ -254,7 +254,7 @@ class MoELayer(nn.Module):
             layer_key=self._key,
             workspace_tag=workspace_tag,
         )
-        out = out_TH.reshape(x.shape)
+        out = out_TH if x.dim() == 2 else out_TH.reshape(x.shape)
         return (out, router_output) if return_router_output else out
 
     def _prepare(self, x, topk_ids, topk_weights, return_router_output):
@@ -266,9 +266,14 @@ class MoELayer(nn.Module):
                 f"x has shape {tuple(x.shape)}: its last dimension must be hidden_size "
                 f"({self.hidden_size})"
             )
-        x = x.to(compute_dtype(x))
+        dtype = compute_dtype(x)
+        if x.dtype != dtype:
+            x = x.to(dtype)
         self._check_dtypes(x)
-        x_TH = x.reshape(-1, self.hidden_size).contiguous()
+        x_TH = x
+        if x.dim() != 2 or torch.compiler.is_compiling():  # which makes H a constant of the graph
+            x_TH = x.reshape(-1, self.hidden_size)
+        x_TH = x_TH.contiguous()
         routing, router_output = self._route(x_TH, topk_ids, topk_weights)
         if return_router_output and router_output is None:
             raise ValueError(

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mok import _backend, _collective, _group, _main_grad, workspace
+from mok import _backend, _calls, _collective, _group, _library, _main_grad, workspace
 from mok.shapes import (
     COMPUTE_DTYPES,
-    GRADIENT_ORDER,
     PAD,
     LayerSettings,
     LayerTensors,
@@ -28,7 +27,6 @@ from mok.shapes import (
     check_sizes,
     check_weights,
     default_ring_rows,
-    gradient_bits,
     local_parts,
 )
 
@@ -98,22 +96,88 @@ def moe(
             reason. NotImplementedError: a backend that this build lacks for these tensors.
         mok.PeerTimeoutError, mok.PeerAbortedError: a peer did not come, or left with an error.
     """
+    w_gate, w_up, w_down, *biases = local_parts(w_gate, w_up, w_down, b_gate, b_up, b_down)
+    gates = local_parts(*shared) if shared is not None and len(shared) == 3 else (None, None, None)
+    gradients = 0
+    if torch.is_grad_enabled():
+        differentiable = (x_TH, topk_weights_TK, shared_weight_T, w_gate, w_up, w_down)
+        for bit, tensor in enumerate((*differentiable, *biases, *gates)):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                gradients |= 1 << bit
+    settings = key = None
+    if not torch.compiler.is_compiling():
+        key = _calls.key_of(
+            *(x_TH, topk_ids_TK, topk_weights_TK, w_gate, shared, shared_weight_T),
+            *(activation, swiglu_limit, group, max_tokens, save, ring_rows, backend),
+            *(layer_key, workspace_tag, gradients),
+        )
+        settings = _calls.settings_of(key, group)
+    is_collective = False
+    if settings is None:
+        settings, is_collective = _settings(
+            *(x_TH, topk_ids_TK, topk_weights_TK, w_gate, shared, shared_weight_T),
+            *(activation, swiglu_limit, group, max_tokens, save, ring_rows, backend),
+            *(layer_key, workspace_tag, gradients),
+        )
+        if key is not None and not is_collective:
+            _calls.remember(key, group, settings)
+    if x_TH.is_cuda and not torch.compiler.is_compiling():
+        # Before any CUDA call: what has ended the workspace says more than a lost context does.
+        workspace.check_if_open(settings.workspace)
+    if topk_weights_TK.dtype != torch.float32:
+        topk_weights_TK = topk_weights_TK.float()
+    tensors = LayerTensors(
+        x_TH,
+        topk_ids_TK.contiguous(),
+        topk_weights_TK.contiguous(),
+        w_gate,
+        w_up,
+        w_down,
+        *biases,
+        *gates,
+        None if shared_weight_T is None else shared_weight_T.float().contiguous(),
+    )
+    participants = _main_grad.participants(tensors, gradients) if gradients else {}
+    if is_collective:
+        return _run_collectively(tensors, settings, _peers(group), participants)
+    if torch.compiler.is_compiling():
+        _main_grad.use_ordinary_gradients(participants)
+        return torch.ops.mok.moe_forward(*tensors, *settings)[0]
+    if participants:
+        return _main_grad.forward(tensors, settings, participants)
+    return _library.forward(tensors, settings)
+
+
+def _settings(
+    x_TH: Tensor,
+    topk_ids_TK: Tensor,
+    topk_weights_TK: Tensor,
+    w_gate: Tensor,
+    shared: tuple | None,
+    shared_weight_T: Tensor | None,
+    activation: str,
+    swiglu_limit: float | None,
+    group: dist.ProcessGroup | None,
+    max_tokens: int | None,
+    save: str,
+    ring_rows: int | None,
+    backend: str,
+    layer_key: str | None,
+    tag: str,
+    gradients: int,
+) -> tuple[LayerSettings, bool]:
+    """The settings of a call, once its arguments are checked; whether it is a collective call."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group is {group!r}: it must be a process group or None (one rank).")
-    w_gate, w_up, w_down, *biases = local_parts(w_gate, w_up, w_down, b_gate, b_up, b_down)
+    group = _peers(group)
     num_ranks = 1 if group is None else dist.get_world_size(group)
-    group = None if num_ranks == 1 else group
     device_type, group_name = x_TH.device.type, None if group is None else group.group_name
     if group_name is not None:
         _backend.forget_destroyed(group_name)
     is_collective = False
+    needs_gradients = gradients != 0
     try:
         check_settings(max_tokens, save, ring_rows, shared, backend)
-        differentiable = (x_TH, topk_weights_TK, w_gate, w_up, w_down, *biases, *(shared or ()))
-        needs_gradients = torch.is_grad_enabled() and any(
-            isinstance(tensor, Tensor) and tensor.requires_grad
-            for tensor in (*differentiable, shared_weight_T)
-        )
         choice = {"dtype": x_TH.dtype, "needs_gradients": needs_gradients}
         chosen = _backend.choose(backend, device_type, group_name, **choice)
         is_collective = chosen.backend == "collective"
@@ -122,7 +186,7 @@ def moe(
         check_weights("shared_weight_T", shared_weight_T)
     except Exception as error:
         if group is not None and not torch.compiler.is_compiling():
-            call = (x_TH, topk_ids_TK, w_gate, max_tokens, workspace_tag)
+            call = (x_TH, topk_ids_TK, w_gate, max_tokens, tag)
             _tell_peers(group, is_collective, *call, str(error))
         raise
     num_experts = w_gate.shape[0] * num_ranks
@@ -134,40 +198,17 @@ def moe(
     name = ""
     device = None if device_type == "meta" else x_TH.device
     if not is_collective and group is None:
-        name = _local_workspace(device, workspace_tag)
+        name = _local_workspace(device, tag)
     elif not is_collective:
         sizes = (max_tokens, hidden, top_k, x_TH.dtype, device)
-        name = _declare(layer_key, group_name, *sizes, workspace_tag)
+        name = _declare(layer_key, group_name, *sizes, tag)
     is_collective = _backend.runs_collectively(
         backend, device_type, group_name, name, x_TH.dtype, needs_gradients
     )
-    if device_type == "cuda" and not torch.compiler.is_compiling():
-        # Before any CUDA call: what has ended the workspace says more than a lost context does.
-        workspace.check_if_open(name)
     if ring_rows is None:
         ring_rows = default_ring_rows(num_ranks, num_experts, top_k, max_tokens)
     else:
         ring_rows = -(-ring_rows // PAD) * PAD
-    shared_gate, shared_up, shared_down = local_parts(*(shared or (None, None, None)))
-    tensors = LayerTensors(
-        x_TH,
-        topk_ids_TK.contiguous(),
-        topk_weights_TK.float().contiguous(),
-        w_gate,
-        w_up,
-        w_down,
-        *biases,
-        shared_gate,
-        shared_up,
-        shared_down,
-        None if shared_weight_T is None else shared_weight_T.float().contiguous(),
-    )
-    wanted = set()
-    if torch.is_grad_enabled():
-        for tensor_name in GRADIENT_ORDER:
-            tensor = getattr(tensors, tensor_name)
-            if tensor is not None and tensor.requires_grad:
-                wanted.add(tensor_name)
     settings = LayerSettings(
         name,
         num_experts,
@@ -175,16 +216,15 @@ def moe(
         ring_rows,
         activation,
         None if swiglu_limit is None else float(swiglu_limit),
-        save if wanted else "none",
-        gradient_bits(wanted),
+        save if needs_gradients else "none",
+        gradients,
     )
-    participants = _main_grad.participants(tensors, wanted)
-    if is_collective:
-        return _run_collectively(tensors, settings, group, participants)
-    if participants and not torch.compiler.is_compiling():
-        return _main_grad.forward(tensors, settings, participants)
-    _main_grad.use_ordinary_gradients(participants)
-    return torch.ops.mok.moe_forward(*tensors.in_order(), *settings.in_order())[0]
+    return settings, is_collective
+
+
+def _peers(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """One rank has none."""
+    return None if group is None or dist.get_world_size(group) == 1 else group
 
 
 # Its numbers of rows are not known while Dynamo traces.

@@ -7,7 +7,7 @@ Legend: T tokens of this rank, K experts per token, E experts in all R ranks, H 
 intermediate, J the shared expert's intermediate size.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ ACTIVATIONS = ("swiglu", "gpt_oss")
 BACKENDS = ("auto", "megakernel", "cpu", "collective")
 
 
-@dataclass(frozen=True)
-class LayerTensors:
+class LayerTensors(NamedTuple):
     """The tensors of one call, in the order of the ops' schemas."""
 
     x: Tensor
@@ -40,11 +39,10 @@ class LayerTensors:
     shared_weight: Tensor | None = None
 
     def in_order(self) -> tuple[Tensor | None, ...]:
-        return tuple(getattr(self, name) for name in TENSOR_NAMES)
+        return self
 
 
-@dataclass(frozen=True)
-class LayerSettings:
+class LayerSettings(NamedTuple):
     """The settings of one call, in the order of the ops' schemas."""
 
     workspace: str
@@ -57,12 +55,11 @@ class LayerSettings:
     gradients: int
 
     def in_order(self) -> tuple:
-        return tuple(getattr(self, name) for name in SETTING_NAMES)
+        return self
 
 
-# Dynamo traces neither `vars` nor `dataclasses.fields`.
-TENSOR_NAMES = tuple(LayerTensors.__dataclass_fields__)
-SETTING_NAMES = tuple(LayerSettings.__dataclass_fields__)
+TENSOR_NAMES = LayerTensors._fields
+SETTING_NAMES = LayerSettings._fields
 
 # The tensors that can have a gradient, in the order of the `gradients` bits and of moe_backward's
 # results.
@@ -135,8 +132,22 @@ def context_shapes(tensors: LayerTensors, settings: LayerSettings) -> list[tuple
     ]
 
 
+def context_rows(tensors: LayerTensors, settings: LayerSettings) -> tuple[int, int, int]:
+    """The numbers of rows in `context_shapes`, of x, gate and shared_gate: what _moe_forward
+    allocates. For sizes that are no symbols."""
+    _, num_experts, max_tokens, ring_rows, _, _, save, _ = settings
+    if save == "none":
+        return 0, 0, 0
+    num_ranks = num_experts // tensors.w_gate.shape[0]
+    worst = worst_case_rows(num_ranks, num_experts, tensors.topk_ids.shape[1], max_tokens)
+    rows = min(ring_rows, worst)
+    shared = 0 if tensors.shared_gate is None else tensors.x.shape[0]
+    return rows if save == "all" else 0, rows, shared
+
+
 def empty_forward(tensors: LayerTensors, settings: LayerSettings) -> tuple[Tensor, ...]:
-    """moe_forward's results, unfilled: out [T, H] and the context, in x's dtype."""
+    """moe_forward's results, unfilled: out [T, H] and the context, in x's dtype. (The op itself
+    allocates them in C++, by `context_rows`.)"""
     x = tensors.x
     return (x.new_empty(x.shape), *empty_recompute(tensors, settings))
 

@@ -1,9 +1,12 @@
-// torch.ops.mok.moe_forward_out and moe_recompute_out over CUDA tensors: the megakernel of sm_90a.
+// torch.ops.mok.moe_forward_out, moe_recompute_out and _moe_forward over CUDA tensors: the megakernel of
+// sm_90a.
 #if defined(MOK_WITH_SM90)
 
 #include "csrc/bindings/torch/arguments.h"
 #include "csrc/bindings/torch/cuda_arguments.h"
+#include "csrc/bindings/torch/cuda_fit.h"
 #include "csrc/bindings/torch/cuda_views.h"
+#include "csrc/bindings/torch/forward_results.h"
 #include "csrc/launch/device_forward.h"
 #include "csrc/layout/check.h"
 
@@ -35,6 +38,18 @@ launch::DeviceForward device_call(CallKind kind, const Workspace& workspace, con
     return call;
 }
 
+launch::DeviceForward forward_call(const Workspace& workspace, const cpu::LayerInputs& inputs,
+                                   int64_t gradients, const Tensor& out, const std::vector<Tensor>& saved) {
+    const cpu::LayerShape& shape = inputs.shape;
+    launch::DeviceForward result =
+        device_call(CallKind::kForward, workspace, inputs, gradients, saved_context(saved, shape));
+    result.out = checked_output(out, "out", {shape.num_tokens, shape.hidden}, shape.compute);
+    result.out_stride = shape.hidden * kElementBytes;
+    MOK_CHECK(is_aligned(result.out, result.out_stride), "out must begin at a multiple of ", kAlign,
+              " bytes.");
+    return result;
+}
+
 void moe_forward_out(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights,
                      const Tensor& w_gate, const Tensor& w_up, const Tensor& w_down,
                      const std::optional<Tensor>& b_gate, const std::optional<Tensor>& b_up,
@@ -54,16 +69,43 @@ void moe_forward_out(const Tensor& x, const Tensor& topk_ids, const Tensor& topk
                               ring_rows, activation, swiglu_limit, save});
             check_device(out, "out", x);
             check_devices(saved, "saved", x);
-            const cpu::LayerShape& shape = inputs.shape;
-            launch::DeviceForward result =
-                device_call(CallKind::kForward, *owner, inputs, gradients, saved_context(saved, shape));
-            result.out = checked_output(out, "out", {shape.num_tokens, shape.hidden}, shape.compute);
-            result.out_stride = shape.hidden * kElementBytes;
-            MOK_CHECK(is_aligned(result.out, result.out_stride), "out must begin at a multiple of ", kAlign,
-                      " bytes.");
-            return result;
+            return forward_call(*owner, inputs, gradients, out, saved);
         });
         launch::device_forward(*owner, call, current.stream());
+    });
+}
+
+ForwardResults::Tuple moe_forward(
+    const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w_gate,
+    const Tensor& w_up, const Tensor& w_down, const std::optional<Tensor>& b_gate,
+    const std::optional<Tensor>& b_up, const std::optional<Tensor>& b_down,
+    const std::optional<Tensor>& shared_gate, const std::optional<Tensor>& shared_up,
+    const std::optional<Tensor>& shared_down, const std::optional<Tensor>& shared_weight,
+    std::string workspace, int64_t num_experts, int64_t max_tokens, int64_t ring_rows, std::string activation,
+    std::optional<double> swiglu_limit, std::string save, int64_t gradients, int64_t x_rows,
+    int64_t gate_up_rows, int64_t shared_rows) {
+    return run_op([&] {
+        struct Call {
+            FittedTensors fitted;  // alive until the launches below are in the stream
+            ForwardResults results;
+            launch::DeviceForward forward;
+        };
+        const std::shared_ptr<Workspace> owner = refusing([&] { return device_workspace(workspace, x); });
+        const CudaCall current(x);
+        const Call call = refusing([&] {
+            FittedTensors fitted({x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down,
+                                  shared_gate, shared_up, shared_down, shared_weight, num_experts, max_tokens,
+                                  ring_rows, activation, swiglu_limit, save});
+            const OpArguments args = fitted.arguments();
+            const cpu::LayerInputs inputs = layer_inputs(args);
+            check_call_sizes(inputs.shape);
+            ForwardResults results = empty_forward(args, {x_rows, gate_up_rows, shared_rows});
+            const launch::DeviceForward forward =
+                forward_call(*owner, inputs, gradients, results.out, results.saved);
+            return Call{std::move(fitted), std::move(results), forward};
+        });
+        launch::device_forward(*owner, call.forward, current.stream());
+        return call.results.tuple();
     });
 }
 
@@ -97,6 +139,7 @@ void moe_recompute_out(const Tensor& x, const Tensor& topk_ids, const Tensor& to
 }  // namespace mok::bindings
 
 STABLE_TORCH_LIBRARY_IMPL(mok, CUDA, library) {
+    library.impl("_moe_forward", TORCH_BOX(&mok::bindings::moe_forward));
     library.impl("moe_forward_out", TORCH_BOX(&mok::bindings::moe_forward_out));
     library.impl("moe_recompute_out", TORCH_BOX(&mok::bindings::moe_recompute_out));
 }

@@ -11,9 +11,9 @@ namespace mok::bindings {
 /// Runs an op. Newer torch turns every exception of a stable-ABI kernel into RuntimeError, so the class goes
 /// into the text, from where mok.errors.translate restores it.
 template <typename Body>
-void run_op(const Body& body) {
+auto run_op(const Body& body) {
     try {
-        body();
+        return body();
     } catch (const std::invalid_argument& error) {
         throw std::runtime_error(concat("mok.ValueError: ", error.what()));
     }
