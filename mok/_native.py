@@ -31,6 +31,12 @@ def is_available() -> bool:
     return not isinstance(_load_once(), str)
 
 
+def cuda_archs() -> tuple[str, ...]:
+    """What this copy's GPU code was built for, as in ("90a",); empty without any."""
+    info = _build_info()
+    return () if info is None else tuple(info.CUDA_ARCHS)
+
+
 @functools.cache
 def _load_once() -> ModuleType | str:
     info = _build_info()

@@ -10,7 +10,8 @@ input. `mok.MoELayer(router=...)` takes an instance or a name.
 Shapes: T tokens, K experts per token, E experts, H hidden.
 """
 
-from mok.router._base import Router, RouterOutput, no_autocast, top_k_lowest_first
+from mok.router._base import Router, RouterOutput, no_autocast
+from mok.router._choice import top_k_lowest_first
 from mok.router._kinds import SigmoidTopKRouter, SoftmaxTopKRouter, TopKSoftmaxRouter
 from mok.router._losses import (
     expert_counts,

@@ -1,13 +1,16 @@
-"""What all routers share: the FP32 logits, the choice without ties, the checks.
+"""What all routers share: the FP32 logits and the checks.
 
 Shapes: T tokens, K experts per token, E experts, H hidden.
 """
 
+import contextlib
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from mok.router._choice import top_k_lowest_first
 
 
 class RouterOutput(NamedTuple):
@@ -27,24 +30,12 @@ class RouterOutput(NamedTuple):
     logits_TE: Tensor
 
 
-def top_k_lowest_first(values_TE: Tensor, top_k: int) -> Tensor:
-    """Ids [T, K] of the K largest FP32 values, of equal ones the lowest id first.
-
-    `torch.topk` leaves the order of ties open (and it differs between devices). Value and id make
-    an integer key without ties: the bits of floats >= 0 are ordered like the floats, and those of
-    negative ones the other way round. A NaN (whatever its sign is) gives K different valid ids.
-    """
-    num_experts = values_TE.shape[1]
-    values_TE = values_TE.detach() + 0.0  # -0 becomes +0
-    bits_TE = values_TE.contiguous().view(torch.int32)
-    ordered_TE = torch.where(bits_TE < 0, bits_TE ^ 0x7FFFFFFF, bits_TE).to(torch.int64)
-    order_E = torch.arange(num_experts - 1, -1, -1, device=values_TE.device)
-    return torch.topk((ordered_TE << 32) + order_E, top_k, dim=1).indices
-
-
-def no_autocast(x: Tensor) -> torch.autocast:
+def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     """FP32 stays FP32 inside; the meta device has no autocast of its own to turn off."""
-    return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
+    device_type = "cpu" if x.is_meta else x.device.type
+    if not torch.is_autocast_enabled(device_type):  # entering and leaving one takes 10 us
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 class Router(nn.Module):
@@ -137,7 +128,8 @@ class Router(nn.Module):
         self._check(x_TH, topk_ids_TK)
         dtype = torch.promote_types(x_TH.dtype, torch.float32)
         with no_autocast(x_TH):
-            bias_E = None if self.bias is None else self.bias.to(dtype)
+            bias = self.bias
+            bias_E = None if bias is None else bias.to(dtype)
             logits_TE = nn.functional.linear(x_TH.to(dtype), self.weight.to(dtype), bias_E)
             scores_TE, probabilities_TE = self.scores(logits_TE)
             if topk_ids_TK is None:

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mok.router._base import Router, top_k_lowest_first
+from mok.router._base import Router
+from mok.router._choice import top_k_lowest_first
 
 # What DeepSeek-V3's code adds to a sum of sigmoids before it divides by it.
 SIGMOID_SUM_EPSILON = 1e-20
@@ -57,9 +58,11 @@ class SoftmaxTopKRouter(Router):
     def weigh(self, scores_TK, is_route_TK):
         weights_TK = scores_TK if is_route_TK is None else torch.where(is_route_TK, scores_TK, 0)
         if self.normalize:
-            # Only a replayed token can have no weight at all; then 0 / 1 is 0, and not NaN.
             total_T1 = weights_TK.sum(dim=1, keepdim=True)
-            weights_TK = weights_TK / torch.where(total_T1 == 0, 1, total_T1)
+            if is_route_TK is not None:
+                # Only a replayed token can have no weight at all; then 0 / 1 is 0, and not NaN.
+                total_T1 = torch.where(total_T1 == 0, 1, total_T1)
+            weights_TK = weights_TK / total_T1
         return weights_TK if self.scaling_factor == 1 else weights_TK * self.scaling_factor
 
     def extra_repr(self) -> str:
@@ -159,14 +162,15 @@ class SigmoidTopKRouter(Router):
         return scores_TE, scores_TE / (scores_TE.sum(dim=1, keepdim=True) + SIGMOID_SUM_EPSILON)
 
     def select(self, scores_TE):
-        biased_TE = scores_TE.detach().float() + self.expert_bias
-        if self.num_groups > 1:
-            biased_TGN = biased_TE.unflatten(1, (self.num_groups, -1))
-            group_scores_TG = torch.topk(biased_TGN, 2, dim=2).values.sum(dim=2)
-            groups_TN = top_k_lowest_first(group_scores_TG, self.topk_groups)
-            is_kept_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool)
-            is_kept_TG = is_kept_TG.scatter(1, groups_TN, True)
-            biased_TE = torch.where(is_kept_TG[:, :, None], biased_TGN, -torch.inf).flatten(1)
+        scores_TE = scores_TE.detach().float()
+        if self.num_groups == 1:
+            return top_k_lowest_first(scores_TE, self.top_k, self.expert_bias)
+        biased_TGN = (scores_TE + self.expert_bias).unflatten(1, (self.num_groups, -1))
+        group_scores_TG = torch.topk(biased_TGN, 2, dim=2).values.sum(dim=2)
+        groups_TN = top_k_lowest_first(group_scores_TG, self.topk_groups)
+        is_kept_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool)
+        is_kept_TG = is_kept_TG.scatter(1, groups_TN, True)
+        biased_TE = torch.where(is_kept_TG[:, :, None], biased_TGN, -torch.inf).flatten(1)
         return top_k_lowest_first(biased_TE, self.top_k)
 
     def weigh(self, scores_TK, is_route_TK):

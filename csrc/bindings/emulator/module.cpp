@@ -14,6 +14,7 @@ void bind_moe_backward(pybind11::module_& module);
 void bind_preparation(pybind11::module_& module);
 void bind_combine(pybind11::module_& module);
 void bind_peers(pybind11::module_& module);
+void bind_router(pybind11::module_& module);
 }  // namespace mok::emulator
 
 PYBIND11_MODULE(_emulator, module) {
@@ -29,4 +30,5 @@ PYBIND11_MODULE(_emulator, module) {
     mok::emulator::bind_preparation(module);
     mok::emulator::bind_combine(module);
     mok::emulator::bind_peers(module);
+    mok::emulator::bind_router(module);
 }
