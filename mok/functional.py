@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mok import _functional_checks as _checks
 from mok import workspace as _workspaces
 from mok._schedule import BuiltSchedule as BuiltSchedule
 from mok._schedule import build as _build_schedule
@@ -215,7 +216,7 @@ def build_schedule(
             without this rank's routes and raise PeerAbortedError with the reason in their forward.
     """
     try:
-        _check_routing(workspace, top_experts, num_local_experts)
+        _checks.check_routing(workspace, top_experts, num_local_experts)
     except Exception as error:
         if workspace.num_ranks > 1 and not torch.compiler.is_compiling():
             sizes = (workspace.num_ranks, workspace.num_local_tokens, workspace.topk)
@@ -229,25 +230,6 @@ def build_schedule(
         workspace.num_ranks,
         workspace.num_local_tokens,
     )
-
-
-def _check_routing(workspace, top_experts, num_local_experts) -> None:
-    if not isinstance(top_experts, Tensor):
-        raise TypeError(f"top_experts is a {type(top_experts).__name__}: pass a tensor [T, K]")
-    if top_experts.dim() != 2 or top_experts.shape[1] != workspace.topk:
-        raise ValueError(
-            f"top_experts has shape {tuple(top_experts.shape)}: it must be [T, {workspace.topk}]"
-        )
-    if top_experts.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"top_experts is {top_experts.dtype}: ids are torch.int32 or torch.int64")
-    num_tokens = top_experts.shape[0]
-    if num_tokens > workspace.num_local_tokens:
-        raise ValueError(
-            f"top_experts has T = {num_tokens} tokens, more than the workspace's "
-            f"{workspace.num_local_tokens}: create one for the largest T any rank will pass"
-        )
-    if not isinstance(num_local_experts, int) or num_local_experts < 1:
-        raise ValueError(f"num_local_experts is {num_local_experts!r}: it must be an integer >= 1")
 
 
 def forward(
@@ -277,11 +259,10 @@ def forward(
         ValueError, TypeError: an argument does not fit; the peers raise PeerAbortedError.
         mok.PeerTimeoutError, mok.PeerAbortedError: a peer did not come, or left with an error.
     """
-    tensors = _tensors(
-        *(schedule, x, router_weights),
-        (w_shared_gate, w_shared_up, w_shared_down),
-        (w_routed_gate, w_routed_up, w_routed_down),
-    )
+    shared = (w_shared_gate, w_shared_up, w_shared_down)
+    routed = (w_routed_gate, w_routed_up, w_routed_down)
+    _checks.check_call(workspace, {"x": x, "router_weights": router_weights}, shared, routed)
+    tensors = _tensors(schedule, x, router_weights, shared, routed)
     settings = _settings(config, workspace, schedule, tensors, swiglu_limit)
     with torch.no_grad():
         out_TH, *saved = torch.ops.mok.moe_forward(*tensors.in_order(), *settings.in_order())
@@ -308,7 +289,9 @@ def recompute_forward_context(
         *experts, width, hidden = weight.shape
         return weight.new_zeros(width).expand(*experts, hidden, width)
 
-    _check_weights(w_shared_gate, w_shared_up, w_routed_gate, w_routed_up)
+    _checks.check_call(
+        workspace, {"x": x}, (w_shared_gate, w_shared_up), (w_routed_gate, w_routed_up)
+    )
     (gate, up), (shared_gate, shared_up) = (
         local_parts(w_routed_gate, w_routed_up),
         local_parts(w_shared_gate, w_shared_up),
@@ -345,11 +328,12 @@ def backward(
     d_x has x's dtype, d_router_weights FP32, a weight's gradient the weight's dtype. Gradients of
     routed weights hold all ranks' tokens; those of the shared expert this rank's only.
     """
-    tensors = _tensors(
-        *(schedule, x, router_weights),
-        (w_shared_gate, w_shared_up, w_shared_down),
-        (w_routed_gate, w_routed_up, w_routed_down),
-    )
+    shared = (w_shared_gate, w_shared_up, w_shared_down)
+    routed = (w_routed_gate, w_routed_up, w_routed_down)
+    given = {"x": x, "router_weights": router_weights, "d_output": d_output}
+    made_with = {"activation": config.activation, "swiglu_limit": swiglu_limit}
+    _checks.check_call(workspace, given, shared, routed, context, made_with)
+    tensors = _tensors(schedule, x, router_weights, shared, routed)
     settings = _settings(config, workspace, schedule, tensors, swiglu_limit)
     with torch.no_grad():
         results = torch.ops.mok.moe_backward(
@@ -361,7 +345,6 @@ def backward(
 
 
 def _tensors(schedule, x, router_weights, shared, routed) -> LayerTensors:
-    _check_weights(*shared, *routed)
     return LayerTensors(
         x.contiguous(),
         schedule.top_experts,
@@ -369,15 +352,6 @@ def _tensors(schedule, x, router_weights, shared, routed) -> LayerTensors:
         *local_parts(*routed),
         **dict(zip(_SHARED, local_parts(*shared), strict=True)),
     )
-
-
-def _check_weights(*weights) -> None:
-    for weight in weights:
-        if weight is not None and not isinstance(weight, Tensor):
-            raise NotImplementedError(
-                f"a weight is a {type(weight).__name__}: quantised weights (MXFP8 values with "
-                "scales) are not in this build; pass torch.bfloat16 or torch.float32 tensors"
-            )
 
 
 def _settings(config, workspace, schedule, tensors, swiglu_limit) -> LayerSettings:

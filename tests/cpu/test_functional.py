@@ -226,9 +226,58 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match=r"swiglu_limit is 0\.0: it must be positive"):
         functional.forward(config, workspace, built, *args, 0)
     args[-1] = (args[-1], args[-1])
-    with pytest.raises(NotImplementedError, match="a weight is a tuple: quantised weights"):
+    with pytest.raises(NotImplementedError, match=r"w_\w+ is a tuple: quantised weights"):
         functional.forward(config, workspace, built, *args)
     x, _, shared_gate, shared_up, _, gate, up, _ = args
     for weights in ((shared_gate, shared_up, (gate, gate), up), (shared_gate, (up, up), gate, up)):
-        with pytest.raises(NotImplementedError, match="a weight is a tuple: quantised weights"):
+        with pytest.raises(NotImplementedError, match=r"w_\w+ is a tuple: quantised weights"):
             functional.recompute_forward_context(config, workspace, built, x, *weights)
+
+
+@pytest.mark.parametrize("bad", [None, [1, 2]], ids=["None", "list"])
+def test_arguments_that_are_no_tensors_are_named(bad):
+    case, config = make_case(T, K, E, H, I, shared=24), MoKConfig()
+    workspace = get_workspace(config, case)
+    schedule = functional.build_schedule(workspace, config, case.topk_ids_TK, num_local_experts=E)
+    args = arguments(case)
+    out, context = functional.forward(config, workspace, schedule, *args)
+    names = ("x", "router_weights", *(f"w_shared_{part}" for part in ("gate", "up", "down")))
+    names += tuple(f"w_routed_{part}" for part in ("gate", "up", "down"))
+    kind = "None" if bad is None else "a list"
+    for i, name in enumerate(names):
+        if bad is None and name.startswith("w_shared"):
+            continue  # no shared expert
+        wrong = (*args[:i], bad, *args[i + 1 :])
+        expected = pytest.raises(TypeError, match=f"^{name} is {kind}: it must be a tensor")
+        with expected:
+            functional.forward(config, workspace, schedule, *wrong)
+        with expected:
+            functional.backward(config, workspace, schedule, context, out, *wrong)
+        if i in (1, 4, 7):
+            continue
+        x, _, shared_gate, shared_up, _, gate, up, _ = wrong
+        with expected:
+            functional.recompute_forward_context(
+                config, workspace, schedule, x, shared_gate, shared_up, gate, up
+            )
+    with pytest.raises(TypeError, match=f"^d_output is {kind}: it must be a tensor"):
+        functional.backward(config, workspace, schedule, context, bad, *args)
+    with pytest.raises(TypeError, match=f"^context is {kind}: pass what forward returned"):
+        functional.backward(config, workspace, schedule, bad, out, *args)
+    with pytest.raises(TypeError, match=f"^top_experts is {kind}: pass a tensor"):
+        functional.build_schedule(workspace, config, bad, num_local_experts=E)
+
+
+def test_a_context_of_other_settings_is_refused():
+    case, config = make_case(T, K, E, H, I), MoKConfig()
+    workspace = get_workspace(config, case)
+    schedule = functional.build_schedule(workspace, config, case.topk_ids_TK, num_local_experts=E)
+    args = arguments(case)
+    out, context = functional.forward(config, workspace, schedule, *args, 7.0)
+    message = "context was made with swiglu_limit = 7.0, this backward has None"
+    with pytest.raises(ValueError, match=message):
+        functional.backward(config, workspace, schedule, context, out, *args)
+    functional.backward(config, workspace, schedule, context, out, *args, 7)
+    other = MoKConfig(activation="gpt_oss")
+    with pytest.raises(ValueError, match="context was made with activation = 'swiglu'"):
+        functional.backward(other, workspace, schedule, context, out, *args, 7.0)

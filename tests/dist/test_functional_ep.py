@@ -162,3 +162,48 @@ def test_a_refused_schedule_reaches_the_peers(what, error, message):
     assert peer == "PeerAbortedError"
     assert message in said
     assert message in told
+
+
+def refused_call_job(rank, group, what):
+    """Rank 1 passes something wrong after the schedule: rank 0 learns why, the next calls work."""
+    case = share_of(make_case(12, K, E, H, I), [6, 6], rank)
+    config = MoKConfig()
+    workspace = make_workspace(functional.create_workspace, group, 6)
+    args = arguments(case)
+
+    def step(weights, limit):
+        schedule = functional.build_schedule(
+            workspace, config, case.topk_ids_TK, num_local_experts=E // 2
+        )
+        out, context = functional.forward(config, workspace, schedule, *args[:-1], weights)
+        return functional.backward(config, workspace, schedule, context, out, *args, limit)[0]
+
+    is_wrong = rank == 1
+    weights = None if is_wrong and what == "weights" else args[-1]
+    limit = 7.0 if is_wrong and what == "context" else None
+    try:
+        step(weights, limit)
+        error = None
+    except Exception as raised:
+        error = raised
+    assert step(args[-1], None).isfinite().all()
+    workspace.close()
+    return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("weights", "TypeError", "w_routed_down is None: it must be a tensor"),
+        (
+            "context",
+            "ValueError",
+            "context was made with swiglu_limit = None, this backward has 7.0",
+        ),
+    ],
+)
+def test_a_refused_call_reaches_the_peers(what, error, message):
+    (peer, told), (culprit, said) = run_ranks(2, refused_call_job, what)
+    assert (culprit, peer) == (error, "PeerAbortedError")
+    assert message in said
+    assert message in told
