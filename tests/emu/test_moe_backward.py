@@ -58,6 +58,8 @@ CASES = {
     "nothing": Case((50,), gradients=()),
     "no tokens on one rank": Case((0, 120), shared=16),
     "no tokens": Case((0, 0), shared=16),
+    "no tokens, one rank": Case((0,), shared=16, biases=True),
+    "no tokens, added": Case((0,), float32=ROUTED, accumulate=True),
     "one token": Case((1,)),
     "no routes": Case((50, 50), none_share=1.0),
     "one block": Case((150, 70), num_blocks=1),
