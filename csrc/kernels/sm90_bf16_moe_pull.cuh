@@ -70,9 +70,15 @@ struct Puller {
           shared(shared_in),
           lane(ptx::lane_idx()),
           deadline(deadline_at(params_in, WaitPlace::kPullLoad)) {
-        // A short list is dealt out evenly, so that all links of the GPU begin at once.
-        const int64_t share = ceil_div<int64_t>(table().num_pulls, ptx::num_blocks());
-        grain = static_cast<uint32_t>(share < 1 ? 1 : (share < kPullSlots ? share : kPullSlots));
+        // A short list is dealt out evenly, so that all links of the GPU begin at once: an even share,
+        // rounded up, at least one and at most a batch. By comparisons, because a division of 64 bits is a
+        // call into code that no cache holds yet, in front of the first row.
+        const int64_t num_pulls = table().num_pulls;
+        grain = 1;
+#pragma unroll
+        for (uint32_t i = 1; i < kPullSlots; ++i) {
+            if (num_pulls > static_cast<int64_t>(i) * ptx::num_blocks()) ++grain;
+        }
 #pragma unroll
         for (uint32_t i = 0; i < kPullSlots; ++i) rows.values[i] = unsignalled.values[i] = kNoRow;
     }
