@@ -4,9 +4,11 @@
 
 One rank with the experts and rows that a rank of two has, all from its own tokens, so that nothing
 crosses a link; random routing, gate and up saved, gradients for x, router weights and all expert
-weights. Times are of preparation and kernel. The
-rate of a kind is its products over the time that the multiprocessors spent in its tasks, from the
-recorded time line; SCOUT is what the experiment's kernels reached alone (burst).
+weights. Times are of preparation and kernel; benchmarks/_gpu_timing.py says what the clocks are.
+The rate of a kind is its products over the time that the multiprocessors spent in its tasks, from
+the recorded time line, beside their clock and the share of the tensor cores' peak per cycle; SCOUT
+is what the experiment's kernels reached alone (burst). Over several GPUs: benchmarks/moe_layer.py
+--stages.
 """
 
 import argparse
@@ -15,9 +17,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks._gpu_timing import both_clocks
+from benchmarks._gpu_timing import clocks_of
+from benchmarks._spans import span_memory, traced_call
 from benchmarks._timing import RESULTS, statistics_ms, write_results
 from mok import _C
+from mok.timeline import KindRate
 
 # shape: T, H, I, E, K of one of two ranks
 SHAPES = {
@@ -28,10 +32,7 @@ SHAPES = {
 }
 BF16 = torch.bfloat16
 GRADIENTS = 1 | 2 | 7 << 3  # x, router weights, the three matrices
-PAD, SPAN_WORDS, MAX_SPANS = 128, 10, 1 << 19
-# Of csrc/schedule/tasks.h: number, products per row over H I.
-KINDS = {"dhidden": (2, 2), "dx": (3, 4), "wgrad gate": (5, 2), "wgrad up": (6, 2)}
-KINDS |= {"wgrad down": (7, 2)}
+PAD, MAX_SPANS = 128, 1 << 19
 SCOUT = {
     "dhidden": {"A": 520, "B": 640, "C": 703, "D": 666},
     "dx": {"A": 764, "B": 781, "C": 783, "D": 747},
@@ -95,7 +96,7 @@ class Backward:
         empty("ring_partials", ring_rows, -(-intermediate // 64), dtype=torch.float32)
         empty("home_rows", self.rows, hidden)
         empty("weight_grads", self.rows, dtype=torch.float32)
-        self.spans = torch.full((MAX_SPANS, SPAN_WORDS), -1, dtype=torch.int32, device="cuda")
+        self.spans = span_memory(MAX_SPANS)
         self.arguments = {name: tensor.data_ptr() for name, tensor in self.kept.items()}
         for name in ("w_gate", "w_up", "w_down"):
             weight = self.kept[name]
@@ -119,19 +120,13 @@ class Backward:
             arguments["num_task_spans"] = MAX_SPANS
         self.backward.launch(arguments, torch.cuda.current_stream().cuda_stream)
 
-    def rates(self, hidden: int, intermediate: int) -> dict[str, float]:
-        """TFLOP/s of each kind, as if all multiprocessors did nothing else."""
+    def rates(self, shape) -> list[KindRate]:
+        """Of the five products, from one recorded launch."""
         torch.cuda.synchronize()
         self.launch(spans=True)
         torch.cuda.synchronize()
-        spans = self.spans.cpu()
-        times = spans[:, 6:].contiguous().view(torch.int64)
-        result = {}
-        for name, (kind, products) in KINDS.items():
-            chosen = times[spans[:, 0] == kind]
-            seconds = float((chosen[:, 1] - chosen[:, 0]).sum()) * 1e-9 / self.num_sms
-            result[name] = products * self.rows * hidden * intermediate * 1e-12 / seconds
-        return result
+        call = traced_call("backward", dict(zip("THIEK", shape, strict=True)), self.spans)
+        return [rate for rate in call.rates if rate.tflops > 0]
 
     def check(self) -> None:
         self.launch()
@@ -156,12 +151,15 @@ def main() -> None:
         tokens, hidden, intermediate, experts, top_k = SHAPES[shape]
         backward = Backward(SHAPES[shape], **settings)
         backward.check()
-        rates = backward.rates(hidden, intermediate)
-        for name, rate in rates.items():
-            scout = SCOUT[name.split()[0]].get(shape, "-")
-            print(f"{shape:9} {name:12} {rate:7.0f} TFLOP/s, experiment {scout}")
+        rates = backward.rates(SHAPES[shape])
+        for rate in rates:
+            scout = SCOUT[rate.kind.split("_")[0]].get(shape, "-")
+            print(
+                f"{shape:9} {rate.kind:12} {rate.tflops:7.0f} TFLOP/s, {rate.mhz:.0f} MHz, "
+                f"{rate.of_peak:.1%} of the peak per cycle, experiment {scout} TFLOP/s"
+            )
         flops = 12.0 * backward.rows * hidden * intermediate
-        for regime, seconds in both_clocks(functools.partial(backward.launch)).items():
+        for regime, seconds in clocks_of(functools.partial(backward.launch)).items():
             times = statistics_ms(seconds)
             tflops = flops * 1e-9 / times["ms"]
             print(f"{shape:9} {regime:12} {times['ms']:8.3f} ms {tflops:7.0f} TFLOP/s", flush=True)
@@ -182,7 +180,10 @@ def main() -> None:
                     **times,
                     "tflops": round(tflops, 1),
                     "rel_error": None,
-                    "settings": settings | {"rates": {k: round(v, 1) for k, v in rates.items()}},
+                    "settings": settings
+                    | {"rates": {rate.kind: round(rate.tflops, 1) for rate in rates}}
+                    | {"mhz": {rate.kind: round(rate.mhz) for rate in rates}}
+                    | {"of_peak": {rate.kind: round(rate.of_peak, 4) for rate in rates}},
                 }
             )
         backward.workspace.close(0)

@@ -3,7 +3,8 @@
     python benchmarks/moe_forward.py [--out FOLDER] [--shapes A,B,C,D] [--save none]
 
 One rank holds all experts, so nothing crosses a link; balanced random routing. SCOUT is what the
-kernel of the experiment took on two GPUs (burst, sustained, ms).
+kernel of the experiment took on two GPUs (burst, sustained, ms); benchmarks/_gpu_timing.py says
+what the clocks are. Over several GPUs: benchmarks/moe_layer.py --stages.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks._gpu_timing import both_clocks
+from benchmarks._gpu_timing import clocks_of
 from benchmarks._timing import RESULTS, statistics_ms, write_results
 from tests.gpu._forward import KERNEL, MEET, PREPARE, SUM, Layer, Weights, make_batch, ranks_of
 
@@ -54,13 +55,12 @@ def main() -> None:
             assert torch.isfinite(first).all()
             rank = ranks.ranks[0]
             for stages, mask in STAGES.items():
-                for index, (regime, seconds) in enumerate(
-                    both_clocks(functools.partial(rank.launch, mask)).items()
-                ):
+                clocks = clocks_of(functools.partial(rank.launch, mask))
+                for regime, seconds in clocks.items():
                     times = statistics_ms(seconds)
                     flops = 6.0 * tokens * top_k * hidden * intermediate
                     tflops = flops * 1e-9 / times["ms"] if mask & KERNEL else None
-                    scout = SCOUT[name][index] if name in SCOUT else None
+                    scout = SCOUT[name][regime == "sustained"] if name in SCOUT else None
                     shown = "-" if tflops is None else f"{tflops:.0f}"
                     line = f"{name:10} {stages:22} {regime:10} {times['ms']:8.4f} {shown:>8}"
                     print(f"{line} {'-' if scout is None else scout:>8}", flush=True)

@@ -4,8 +4,9 @@
 
 One rank that holds all experts, shapes of benchmarks/moe_forward.py. Writes a picture and a
 Perfetto trace of one call in a warm card's steady state, and prints shares of the CTAs' time,
-durations by kind of task, and waits by what was waited for. Each --tune (names of
+durations and rates by kind of task, and waits by what was waited for. Each --tune (names of
 csrc/schedule/config.h) is measured beside the default: preparation and kernel, burst and sustained.
+mok.trace shows whole calls, of layers and of several ranks; this one can change the schedule.
 """
 
 import argparse
@@ -13,53 +14,20 @@ import functools
 import statistics
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from benchmarks._gpu_timing import both_clocks
+from benchmarks._spans import traced_call
 from benchmarks._timing import RESULTS
 from benchmarks.moe_forward import SHAPES
-from mok.timeline import TimelineEntry, draw_timeline, timeline_shares, write_chrome_trace
+from mok._traced_call import TracedCall
+from mok.timeline import draw_timeline, write_chrome_trace
 from tests.gpu._forward import KERNEL, PREPARE, Layer, Weights, make_batch, ranks_of
 
-KINDS = {0: "gate_up", 1: "down"}
-COUNTERS = {0: "x", 2: "gate_up", 3: "hidden_read"}  # csrc/schedule/counters.h
 START = 100.0  # microseconds that count as the start
 
 
-def read_spans(spans: torch.Tensor) -> np.ndarray:
-    """csrc/kernels/task_span.h as records; entries that no task wrote are left out."""
-    words = np.ascontiguousarray(spans.cpu().numpy())
-    fields = ("kind", "shared", "cta", "row_block", "column", "waited_for")
-    dtype = np.dtype([(name, "<i4") for name in fields] + [("start", "<u8"), ("end", "<u8")])
-    records = words.reshape(-1).view(dtype)
-    return records[records["kind"] >= 0]
-
-
-def entries(rank) -> list[TimelineEntry]:
-    """Tiles and batches of pulls of the rank's last call, from the first recorded moment on."""
-    tasks, pulls = read_spans(rank.task_spans), read_spans(rank.pull_spans)
-    zero = min(records["start"].min() for records in (tasks, pulls) if len(records))
-    last_end: dict[int, float] = {}
-    result = []
-    for record in np.sort(tasks, order="start"):
-        start, end = (int(record[name] - zero) / 1000 for name in ("start", "end"))
-        cta = int(record["cta"])
-        kind = ("shared_" if record["shared"] else "") + KINDS[int(record["kind"])]
-        place = (int(record["row_block"]), int(record["column"]))
-        wait = max(0.0, start - last_end.get(cta, 0.0))
-        waited_for = COUNTERS.get(int(record["waited_for"]))
-        result.append(TimelineEntry(0, cta, kind, *place, start, end, wait, waited_for))
-        last_end[cta] = end
-    for record in pulls:
-        start, end = (int(record[name] - zero) / 1000 for name in ("start", "end"))
-        place = (int(record["row_block"]), int(record["column"]))
-        result.append(TimelineEntry(0, int(record["cta"]), "pull", *place, start, end, 0.0, None))
-    return result
-
-
-def describe(timeline: list[TimelineEntry], num_ctas: int) -> None:
-    print(f"  {timeline_shares(timeline, num_ctas)}")
+def describe(call: TracedCall) -> None:
+    print(f"  {call}")
+    timeline, num_ctas = call.timeline, call.num_ctas
     tiles = [entry for entry in timeline if not entry.is_communication]
     pulls = [entry for entry in timeline if entry.is_communication]
     total = num_ctas * max(entry.end for entry in tiles)
@@ -70,7 +38,7 @@ def describe(timeline: list[TimelineEntry], num_ctas: int) -> None:
         spans = sorted(entry.end - entry.start for entry in tiles if entry.kind == kind)
         line = ", ".join(f"p{p} {spans[(len(spans) - 1) * p // 100]:.2f}" for p in (5, 50, 95))
         print(f"  {kind:15} {len(spans):6} tiles, us: {line}")
-    for counter in (None, *COUNTERS.values()):
+    for counter in (None, "x", "gate_up", "hidden_read"):
         for name, chosen in (
             (f"in the first {START:.0f} us", [e for e in tiles if e.start <= START]),
             ("later", [e for e in tiles if e.start > START]),
@@ -93,7 +61,6 @@ def main() -> None:
     parser.add_argument("--tune", nargs="*", default=[], type=parse_tuning)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    num_ctas = torch.cuda.get_device_properties(0).multi_processor_count
     for name in arguments.shapes.split(","):
         tokens, hidden, intermediate, experts, top_k = SHAPES[name]
         plain = Layer(experts, top_k, hidden, intermediate)
@@ -112,11 +79,13 @@ def main() -> None:
         with ranks_of(plain, weights, (tokens,), *batch, spans=1 << 18) as ranks:
             for _ in range(5):
                 ranks.out()
-            timeline = entries(ranks.ranks[0])
-        describe(timeline, num_ctas)
+            rank = ranks.ranks[0]
+            sizes = dict(zip("THIEK", SHAPES[name], strict=True))
+            call = traced_call("forward", sizes, rank.task_spans, rank.pull_spans)
+        describe(call)
         file = arguments.out / f"forward-timeline-{name.replace(' ', '-').replace('=', '')}"
-        draw_timeline(timeline, f"{file}.png")
-        write_chrome_trace(timeline, f"{file}.json")
+        draw_timeline(call.timeline, f"{file}.png")
+        write_chrome_trace(call.timeline, f"{file}.json")
         print(f"  {file}.png", flush=True)
 
 

@@ -1,121 +1,209 @@
-"""How fast is a training step of the layer on one GPU, through autograd?
+"""How fast are whole layer calls over one or several GPUs, and how much memory do they take?
 
-    python benchmarks/moe_layer.py [--out FOLDER] [--shapes A,B,C,D] [--save gate_up]
+    python benchmarks/moe_layer.py [--ranks 2] [--out FOLDER] [--only TEXT] [--budget SECONDS]
+                                   [--stages] [--trace NAMES [--only-traced]] [--tiny]
 
-`mok.moe` with gradients for x, router weights and all expert weights: "forward" is a call whose
-inputs need gradients, "forward_backward" adds `out.backward`. One rank holds all experts, so
-nothing crosses a link; balanced random routing. Contestants: the megakernels, and the collective
-backend, which is torch's grouped GEMM and elementwise kernels. `memory` is what a step takes at its
-peak beyond weights, gradients and inputs.
+`mok.moe` as a user calls it, one process and GPU per rank: ids, plan, staging of x, barriers,
+kernel and weighted sum. Passes: "inference" without gradients (the forward of issue 6), "forward"
+with them, "backward" alone through autograd, and both. Each call's time is that of the slowest
+rank; shown is the median. benchmarks/_gpu_timing.py says what burst, burst3 and sustained are.
+Beside each: the floor (the largest of the matrix rate that the experiment reached, 335 GB/s of
+NVLink in each direction, and the weights through HBM; on the most loaded rank) and the issue's
+target. Every case first gives equal bits twice and agrees with torch's products.
+
+--only picks cases whose name contains one of the comma-separated texts; --stages adds the times of
+preparation, kernel, barrier and sum of a case's last pass, from calls traced beside; --trace writes
+time lines of the named cases (FOLDER/trace-...). With --budget, cases that would start later are
+left out.
 """
 
 import argparse
-import functools
+import time
 from pathlib import Path
 
-import torch
-
-import mok
-from benchmarks._gpu_timing import both_clocks
+from benchmarks._gpu_timing import slowest
+from benchmarks._layer_cases import PRODUCTS, LayerCase, layer_cases
+from benchmarks._layer_step import measure
+from benchmarks._ranks import add_arguments, close_pools, describe_ranks, run_on_ranks, settle
 from benchmarks._timing import RESULTS, statistics_ms, write_results
-from benchmarks.moe_forward import SHAPES
+from tests._harness import RankError, RankTimeoutError
 
-CONTESTANTS = {"mok": "megakernel", "torch_grouped_mm": "collective"}
+CASE_SECONDS = 120.0
 
 
-class Step:
-    """The tensors of one shape, and the passes over them."""
-
-    def __init__(self, sizes, save: str):
-        tokens, hidden, inner, experts, top_k = sizes
-        bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
-        self.save = save
-        self.x = torch.randn(tokens, hidden, **bf16, requires_grad=True)
-        scores = torch.rand(tokens, experts, device="cuda")
-        self.ids = torch.topk(scores, top_k).indices
-        self.weights = torch.rand(tokens, top_k, device="cuda", requires_grad=True)
-        shapes = ((experts, inner, hidden), (experts, inner, hidden), (experts, hidden, inner))
-        self.experts = [torch.empty(shape, **bf16) for shape in shapes]
-        for weight in self.experts:
-            for matrix in weight:
-                matrix.copy_(torch.randn(matrix.shape, device="cuda") * matrix.shape[1] ** -0.5)
-            weight.requires_grad_()
-        self.dout = torch.randn(tokens, hidden, **bf16)
-
-    def forward(self, backend: str) -> torch.Tensor:
-        return mok.moe(
-            self.x, self.ids, self.weights, *self.experts, save=self.save, backend=backend
+def records_of(case: LayerCase, ranks: int, device: str, by_rank: list[dict]) -> list[dict]:
+    """Prints a line per pass, and returns a record per pass and clock."""
+    tokens, hidden, inner, top_k, num_experts = case.sizes
+    records = []
+    first = by_rank[0]
+    for what in case.passes:
+        floors = first["floors"][what]
+        flops = PRODUCTS[what] * 6.0 * tokens * top_k * hidden * inner
+        shown = {}
+        for regime in ("burst", "burst3", "sustained"):
+            times = statistics_ms(slowest([rank["times"][what][regime] for rank in by_rank]))
+            floor = max(floors.matrix[regime], floors.link, floors.weights)
+            shown[regime] = times["ms"]
+            records.append(
+                {
+                    "bench": "moe_layer",
+                    "contestant": "torch_grouped_mm" if case.backend == "collective" else "mok",
+                    "shape": case.name,
+                    "T": tokens,
+                    "H": hidden,
+                    "I": inner,
+                    "E": num_experts,
+                    "K": top_k,
+                    "ranks": ranks,
+                    "dtype": "bf16",
+                    "pass": what,
+                    "regime": regime,
+                    **times,
+                    "tflops": round(flops / times["ms"] * 1e-9, 1),
+                    "rel_error": first["rel_error"],
+                    "settings": {
+                        "device": device,
+                        "save": case.save,
+                        "routing": case.routing,
+                        "ring": case.ring,
+                        "x_in_heap": case.x_in_heap,
+                        "main_grad": case.main_grad,
+                        "floor_ms": round(floor, 6),
+                        "floor_link_ms": round(floors.link, 6),
+                        "floor_weights_ms": round(floors.weights, 6),
+                        "load": round(floors.load, 3),
+                        "target_ms": case.target(what, regime) if ranks == 2 else None,
+                        "memory": first["memory"],
+                    },
+                }
+            )
+        target = records[-3]["settings"]["target_ms"]
+        floor = max(floors.matrix["burst"], floors.link, floors.weights)
+        late = target is not None and shown["burst"] > target
+        print(
+            f"{case.name:24} {what:17} {shown['burst']:8.3f} {shown['burst3']:8.3f} "
+            f"{shown['sustained']:9.3f} {records[-2]['tflops']:8.0f} {floor:8.3f} "
+            f"{floors.link:8.3f} {'-' if target is None else format(target, '.2f'):>7}"
+            f"{' OVER' if late else ''}",
+            flush=True,
         )
-
-    def forward_backward(self, backend: str) -> None:
-        for leaf in (self.x, self.weights, *self.experts):
-            leaf.grad = None
-        self.forward(backend).backward(self.dout)
-
-    def peak_memory(self, backend: str) -> int:
-        """Bytes at the peak of a step beyond what lies there before and after it."""
-        self.forward_backward(backend)
-        torch.cuda.synchronize()
-        grads = sum(t.grad.nbytes for t in (self.x, self.weights, *self.experts))
-        for leaf in (self.x, self.weights, *self.experts):
-            leaf.grad = None
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        self.forward(backend).backward(self.dout)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before - grads
+    memory = first["memory"]
+    if memory is not None:
+        shown = ", ".join(
+            f"{name} {size / 2**20:.1f} MiB ({size / tokens:.0f} B a token)"
+            for name, size in memory.items()
+        )
+        print(f"{case.name:24} memory: {shown}", flush=True)
+    return records + stage_records(case, ranks, by_rank)
 
 
-def main() -> None:
+def stage_records(case: LayerCase, ranks: int, by_rank: list[dict]) -> list[dict]:
+    """The stages of the traced calls: of each call the slowest rank's, then the median."""
+    records = []
+    for direction, stages in by_rank[0]["stages"].items():
+        medians = {}
+        for stage in stages:
+            seconds = slowest([rank["stages"][direction][stage] for rank in by_rank])
+            medians[stage] = statistics_ms(seconds)
+            records.append(
+                {
+                    "bench": "moe_layer_stages",
+                    "contestant": "mok",
+                    "shape": case.name,
+                    "ranks": ranks,
+                    "pass": direction,
+                    "regime": "burst, traced",
+                    **medians[stage],
+                    "settings": {"stage": stage},
+                }
+            )
+        shown = ", ".join(f"{stage} {times['ms'] * 1e3:.1f}" for stage, times in medians.items())
+        print(f"{case.name:24} {direction} stages, traced, us: {shown}", flush=True)
+    return records
+
+
+def describe_targets(records: list[dict]) -> str:
+    """How many of the issues' figures were reached, in one line."""
+    wanted = [
+        record
+        for record in records
+        if record["regime"] != "burst3" and record["settings"].get("target_ms") is not None
+    ]
+    missed = [
+        f"{record['shape']} {record['pass']} {record['regime']}"
+        for record in wanted
+        if record["ms"] > record["settings"]["target_ms"]
+    ]
+    text = f"targets: {len(wanted) - len(missed)} of {len(wanted)} reached"
+    return text + (f", missed by {', '.join(missed)}" if missed else "")
+
+
+def run_case(case: LayerCase, arguments, trace: str | None) -> list[dict]:
+    """A case that fails is named and ends nothing else."""
+    try:
+        by_rank = run_on_ranks(
+            arguments.ranks,
+            measure,
+            arguments.device,
+            case,
+            trace,
+            arguments.stages,
+            timeout=CASE_SECONDS,
+        )
+    except (RankError, RankTimeoutError) as error:
+        print(f"{case.name:24} FAILED: {error}", flush=True)
+        return []
+    records = records_of(case, arguments.ranks, arguments.device, by_rank)
+    for rank, result in enumerate(by_rank):
+        if result["report"] is not None:
+            print(f"  time line of rank {rank}: {result['report']}", flush=True)
+    return records
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--save", default="gate_up", choices=("none", "gate_up", "all"))
+    parser.add_argument("--only", default="", help="texts of which a case's name has one")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds")
+    parser.add_argument("--trace", default="", help="names of cases")
+    parser.add_argument("--only-traced", action="store_true", help="only the cases of --trace")
+    parser.add_argument("--stages", action="store_true", help="also the stages of traced calls")
+    add_arguments(parser, ranks=1)
     arguments = parser.parse_args()
-    records = []
-    print(f"{'shape':10} {'contestant':17} {'pass':17}  burst ms sustained  TFLOP/s")
-    for name in arguments.shapes.split(","):
-        tokens, hidden, inner, experts, top_k = SHAPES[name]
-        step = Step(SHAPES[name], arguments.save)
-        for contestant, backend in CONTESTANTS.items():
-            memory = step.peak_memory(backend)
-            for what, passes in (("forward", 1), ("forward_backward", 3)):
-                clocks = both_clocks(functools.partial(getattr(step, what), backend))
-                flops = passes * 6 * tokens * top_k * hidden * inner
-                shown = []
-                for regime, seconds in clocks.items():
-                    times = statistics_ms(seconds)
-                    shown.append(times["ms"])
-                    records.append(
-                        {
-                            "bench": "moe_layer",
-                            "contestant": contestant,
-                            "shape": name,
-                            "T": tokens,
-                            "H": hidden,
-                            "I": inner,
-                            "E": experts,
-                            "K": top_k,
-                            "ranks": 1,
-                            "dtype": "bf16",
-                            "pass": what,
-                            "regime": regime,
-                            **times,
-                            "tflops": round(flops / times["ms"] * 1e-9, 1),
-                            "rel_error": None,
-                            "settings": {"save": arguments.save, "memory": memory},
-                        }
-                    )
-                rate = flops / shown[0] * 1e-9
-                print(
-                    f"{name:10} {contestant:17} {what:17} {shown[0]:9.3f} {shown[1]:9.3f} "
-                    f"{rate:8.0f}  peak {memory / 2**20:.0f} MiB",
-                    flush=True,
-                )
-        step = None
-        torch.cuda.empty_cache()
-    print(write_results("moe-layer", records, arguments.out))
+    if not settle(arguments, "moe_layer"):
+        return 0
+    texts = [text for text in arguments.only.split(",") if text]
+    traced = arguments.trace.split(",")
+    begin, records, failed = time.monotonic(), [], 0
+    print(describe_ranks(arguments.ranks, arguments.device) + ", milliseconds")
+    print(
+        f"{'case':24} {'pass':17} {'burst':>8} {'burst3':>8} {'sustained':>9} {'TFLOP/s':>8} "
+        f"{'floor':>8} {'link':>8} {'target':>7}"
+    )
+    for case in layer_cases(arguments.tiny):
+        if case.x_in_heap and arguments.ranks == 1:
+            continue  # one rank reads x where it is
+        if arguments.only_traced and case.name not in traced:
+            continue
+        if texts and not any(text in case.name for text in texts):
+            continue
+        if time.monotonic() - begin > arguments.budget:
+            print(f"{case.name:24} left out: no time left")
+            continue
+        trace = None
+        if case.name in traced:
+            trace = str(arguments.out / f"trace-{case.name.replace(' ', '-').replace('=', '')}")
+        found = run_case(case, arguments, trace)
+        failed += not found
+        records += found
+        # After every case: who stops this keeps what there is.
+        path = write_results(f"moe-layer-ep{arguments.ranks}", records, arguments.out)
+    close_pools()
+    if records:
+        print(path)
+    print(describe_targets(records) + f"; {failed} case(s) failed")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """How long does the preparation of a call take on the device, and where does the time go?
 
-    python benchmarks/preparation.py [--out FOLDER]
+    python benchmarks/preparation.py [--out FOLDER] [--ranks-only] [--tiny]
 
 From a rank's ids to plan, table and pull lists; x lies in the heap and is not copied. Every case is
 first compared with the host. A graph of calls one after another, so that a time holds launches and
@@ -9,7 +9,8 @@ no host work. How the ranks are there:
     alone      one rank
     kernel     the second kernel of one of several ranks; the ids of all were put into the windows
     virtual    several ranks on this GPU, each with its share of the multiprocessors
-    GPUs       a process and a GPU each, where there are enough
+    GPUs       a process and a GPU each, where there are enough; alone with --ranks-only
+    host       the CPU's: what --tiny measures where there is no GPU
 
 The time line shows each block of one launch of the second kernel: a PNG and the numbers beside it.
 """
@@ -22,10 +23,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks._gpu_timing import both_clocks, in_a_graph, seconds_of_each
+from benchmarks._gpu_timing import (
+    TINY,
+    both_clocks,
+    clocks_of,
+    in_a_graph,
+    seconds_of_each,
+    slowest,
+)
+from benchmarks._ranks import Ranks, add_arguments, close_pools, run_on_ranks, settle
 from benchmarks._timing import RESULTS, statistics_ms, write_results
 from mok import _C, workspace
-from tests._harness import close_pools, run_ranks
 from tests.gpu._preparation import VirtualRanks, publish_by_hand
 from tests.preparation_cases import Case, compare
 
@@ -108,9 +116,9 @@ class Alone:
         self.ranks.close()
 
 
-def measure_rank(rank: int, group, case: Case, replays: int) -> list[float]:
+def measure_rank(ranks: Ranks, case: Case, replays: int) -> list[float]:
     """Seconds per call of each replay, on a GPU of its own."""
-    torch.cuda.set_device(rank)
+    rank, group = ranks.rank, ranks.group
     settings = {"hidden_size": case.hidden, "top_k": case.top_k, "dtype": torch.bfloat16}
     opened = workspace.ensure(
         workspace.declare(group, max_tokens=case.max_tokens, **settings, device="cuda")
@@ -169,6 +177,21 @@ def record(name: str, case: Case, how: str, budget, regime: str, seconds: list[f
     }
 
 
+def measure_host() -> list[dict]:
+    """The host's preparation of a small case on each rank: a dry run of this file."""
+    case = replace(SMALL, tokens=(32, 16), hidden=64, intermediate=64, num_experts=8)
+    ids = case.ids()
+    records = []
+
+    def call() -> None:
+        for rank in range(case.num_ranks):
+            case.expected(ids, rank)
+
+    for regime, seconds in clocks_of(call, device="cpu", clocks=TINY).items():
+        records.append(record("tiny", case, "host", None, regime, seconds))
+    return records
+
+
 def print_timeline(name: str, times: np.ndarray) -> dict:
     """Microseconds since the first block's start at which the phases end."""
     relative = (times - times[:, 0].min()) * 1e-3
@@ -207,13 +230,17 @@ def draw_timelines(timelines: dict[str, dict], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
+    parser.add_argument("--ranks-only", action="store_true", help="only a process and GPU each")
+    add_arguments(parser, ranks=2)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("preparation: no CUDA device, nothing was measured")
+    if not settle(arguments, "preparation"):
         return
     records, timelines = [], {}
     print(f"{'case':16} {'ranks':8} {'regime':10} {'us':>7} {'p10':>7} {'p90':>7} {'budget':>7}")
-    for name, (case, how, budget) in CASES.items():
+    if arguments.device == "cpu":
+        write_results("preparation", measure_host(), arguments.out)
+        return
+    for name, (case, how, budget) in ({} if arguments.ranks_only else CASES).items():
         alone = Alone(case, how)
         alone.check()
         for regime, seconds in both_clocks(alone.graph()).items():
@@ -224,11 +251,10 @@ def main() -> None:
         from benchmarks.preparation import measure_rank  # by the name that the workers find
 
         for name, case, budget in (("A", A, 35), ("T=256", SMALL, 15)):
-            by_rank = run_ranks(2, measure_rank, case, 100, timeout=90)
-            slowest = [max(sample) for sample in zip(*by_rank, strict=True)]
-            records.append(record(name, case, "GPUs", budget, "burst", slowest))
+            by_rank = run_on_ranks(2, measure_rank, "cuda", case, 100, timeout=90)
+            records.append(record(name, case, "GPUs", budget, "burst", slowest(by_rank)))
         close_pools()
-    for name in TIMELINES:
+    for name in () if arguments.ranks_only else TIMELINES:
         case, how, _ = CASES[name]
         alone = Alone(case, how, timed=True)
         timelines[name] = print_timeline(name, alone.timeline())
@@ -236,6 +262,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = write_results("preparation", records, arguments.out)
     print(path)
+    if not timelines:
+        return
     lines = Path(path).with_name(Path(path).stem + "-timeline.json")
     lines.write_text(json.dumps(timelines))
     draw_timelines(timelines, lines.with_suffix(".png"))

@@ -3,20 +3,27 @@
 #
 #   OUT=/some/folder tools/gpu_check.sh [step ...]
 #
-# Steps: build tests benchmarks sanitizer; without arguments all of them. Logs and JSON files go to $OUT
-# (default: build/gpu-check). Nothing can hang: each command has its own limit, all together $BUDGET seconds
-# (default 520); what no longer fits is reported as left out. The last lines are one table; the exit status says
-# whether all of it passed. PYTHON names the interpreter that has torch; FILES and BENCHMARKS pick test files and
-# benchmarks.
+# Steps: build tests benchmarks sanitizer; without arguments these four. Logs and JSON files go to $OUT (default:
+# build/gpu-check). Nothing can hang: each command has its own limit, all together $BUDGET seconds (default 520);
+# what no longer fits is reported as left out. The last lines are one table; the exit status says whether all of
+# it passed. PYTHON names the interpreter that has torch; FILES and BENCHMARKS pick test files and benchmarks.
+#
+# For two GPUs: ep2 (the tests that need two, then figures and time lines of two ranks), or only ep2-tests or
+# ep2-figures. Most important first; at most 8 files stay in $OUT: all logs in ep2.log, all records in ep2.json,
+# pictures. DRY=1 runs the same commands with tiny sizes on the CPU, where tests of GPUs skip themselves.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 exec </dev/null
 export OUT=${OUT:-build/gpu-check} PYTHON=${PYTHON:-python} PYTHONPATH=$PWD
 export PYTHONDONTWRITEBYTECODE=1 MOK_REQUIRE_GPU=1
+# NVLink multicast is nothing that mok uses, and a lent host does not stand it.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 budget=${BUDGET:-520}
 mkdir -p "$OUT"
+dry=${DRY:-0}
 steps=${*:-build tests benchmarks sanitizer}
 table=()
+ep2_logs=()
 failed=0
 
 # run NAME LIMIT COMMAND...: the command under a limit, its output in $OUT/NAME.log, one row for the table.
@@ -33,6 +40,7 @@ run() {
     status=$?
     local note
     note=$(grep -E '(passed|failed|error|skipped).* in [0-9.]+s|target|ERROR SUMMARY' "$OUT/$name.log" | tail -1)
+    [[ $name == ep2-* ]] && ep2_logs+=("$name")
     case $status in
     0) row "$name" passed $((SECONDS - begin)) "$note" ;;
     124 | 137) row "$name" "TIMED OUT" $((SECONDS - begin)) "after $limit s; $note" ;;
@@ -93,6 +101,57 @@ if wanted sanitizer; then
         done
     else
         row sanitizer "not there" 0 "compute-sanitizer is not on PATH"
+    fi
+fi
+
+# ep2_test NAME LIMIT FILE...: tests of two processes, each with a GPU of its own.
+ep2_test() {
+    local name=$1 limit=$2
+    shift 2
+    run "ep2-$name" "$limit" "$PYTHON" -m pytest -q --maxfail=4 -p no:cacheprovider \
+        -o faulthandler_timeout=$((limit - 20)) "$@"
+}
+
+# ep2_bench NAME LIMIT BENCHMARK ARGUMENT...: records to $work.
+ep2_bench() {
+    local name=$1 limit=$2 file=$3
+    shift 3
+    [ "$dry" = 1 ] && set -- "$@" --tiny --device cpu
+    run "ep2-$name" "$limit" "$PYTHON" "benchmarks/$file.py" --out "$work/$name" "$@"
+    [ -s "$OUT/ep2-$name.log" ] && cat "$OUT/ep2-$name.log"
+}
+
+work=$OUT/ep2-work
+if wanted ep2 || wanted ep2-tests; then
+    [ "$dry" = 1 ] && export MOK_REQUIRE_GPU=0
+    ep2_test heap 60 tests/gpu/test_heap.py
+    ep2_test barrier 90 tests/gpu/test_barrier.py
+    ep2_test moe 120 tests/gpu/test_moe_ep.py
+    ep2_test barrier-ends 100 tests/gpu/test_barrier_ends.py
+    ep2_test preparation 100 tests/gpu/test_preparation.py
+    ep2_test trace 90 tests/gpu/test_trace.py
+    ep2_test ptx 60 tests/gpu/test_ptx.py
+fi
+if wanted ep2 || wanted ep2-figures; then
+    mkdir -p "$work"
+    # Of what is left, three quarters for whole calls: they begin no case beyond two thirds.
+    ep2_bench bench-barrier 60 barrier --ranks 2
+    ep2_bench bench-preparation 60 preparation --ranks-only
+    left=$((budget - SECONDS))
+    ep2_bench layer $((left * 3 / 4)) moe_layer --ranks 2 --stages --budget $((left * 2 / 3))
+    ep2_bench timeline 90 moe_layer --ranks 2 --only-traced --trace "A inference,A,B inference,D"
+fi
+if [ ${#ep2_logs[@]} -gt 0 ]; then
+    for name in "${ep2_logs[@]}"; do
+        echo "==== $name"
+        cat "$OUT/$name.log"
+        rm -f "$OUT/$name.log"
+    done >"$OUT/ep2.log"
+    cat "$OUT/machine.log" >>"$OUT/ep2.log" && rm -f "$OUT/machine.log"
+    if [ -d "$work" ]; then
+        "$PYTHON" tools/join_results.py "$work" "$OUT/ep2.json"
+        find "$work" -name '*-rank0.png' | head -6 | while read -r picture; do mv "$picture" "$OUT/"; done
+        rm -rf "$work"
     fi
 fi
 
