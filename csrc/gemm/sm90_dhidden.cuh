@@ -19,6 +19,12 @@ MOK_DEVICE uint32_t staged_sum(const Shared& shared, uint32_t part, uint32_t row
     return shared.staging(part) + (row * kChunks + chunk) * 4;
 }
 
+/// Where the store warp has left w of a part's row for it, behind the sums.
+MOK_DEVICE uint32_t staged_weight(const Shared& shared, uint32_t part, uint32_t row) {
+    return staged_sum(shared, part, kPartRows, 0) + row * 4;
+}
+static_assert(kPartRows * (kChunks + 1) * 4 <= kStagingBytes);
+
 /// A consumer thread's two rows of its part, 8 apart.
 struct RowPair {
     float weight[2];

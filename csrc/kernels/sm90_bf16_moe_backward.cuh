@@ -9,11 +9,11 @@
 //   warp    role                                          waits for                     signals
 //   0       loader: operands, chunks of epilogues         task_full, stage_empty        stage_full, claim
 //   1       scheduler: claims, decodes, waits, publishes  claim, task_empty, counters   task_full
-//   2       store warp: staged tiles, chunks in stages    task_full, staged             staging_empty,
-//                                                                            stage_empty (chunks), counters
+//   2       store warp: staged tiles, chunks in stages;   task_full, staged             staging_empty,
+//             w of dhidden's rows                          stage_empty (chunks), weights_staged, counters
 //   3       pull warp: dout, and x, of all ranks -> ring  pulled, kDxRead kSpanRead     kDout kX
 //   4-7     consumers of rows 0-63: products, epilogues   task_full, stage_full,        stage_empty, staged
-//   8-11    consumers of rows 64-127                        staging_empty
+//   8-11    consumers of rows 64-127                        staging_empty, weights_staged
 //
 // Order, besides the forward kernel's. A chunk: TMA load, stage_full; ldmatrix, stmatrix in place,
 // fence.proxy.async, staged; TMA store, wait_group.read, stage_empty. Partial sums, weights and bias
@@ -36,6 +36,9 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
     sm90_bf16_moe_backward_kernel(const __grid_constant__ MoeBackwardParams params) {
     using namespace moe_backward_detail;
     const Shared shared{ptx::dynamic_shared()};
+    if (ptx::thread_idx() == 0) {  // run_block's fence is behind it
+        for (uint32_t part = 0; part < kParts; ++part) ptx::mbar_init(weights_staged(shared, part), 1);
+    }
     run_block(
         shared, params.limits, [&] { return run_loader(params, shared); },
         [&] { return run_scheduler<BackwardPass, kTimeline>(params, shared); },

@@ -43,15 +43,14 @@ MOK_DEVICE void finish_gate_up(const MoeBackwardParams& params, const Shared& sh
     end_staging(shared, self.staging, self.part, self.lane);
 }
 
-/// The thread's rows of a dhidden tile; loads that are in flight during the product.
-MOK_DEVICE RowPair row_pair(const MoeBackwardParams& params, const BackwardTask& task, const Consumer& self) {
+/// The thread's rows of a dhidden tile.
+MOK_DEVICE RowPair row_pair(const Shared& shared, const BackwardTask& task, const Consumer& self) {
     RowPair rows{};
 #pragma unroll
     for (int32_t h = 0; h < 2; ++h) {
-        const int32_t row = self.row() + 8 * h;
-        rows.is_valid[h] = row < task.valid_rows;
-        // Not only where it is valid: the load would be waited for here.
-        rows.weight[h] = row_weight(params, task, rows.is_valid[h] ? row : 0);
+        const uint32_t row = self.part_warp * 16 + self.lane / 4 + 8 * static_cast<uint32_t>(h);
+        rows.is_valid[h] = self.row() + 8 * h < task.valid_rows;
+        if (rows.is_valid[h]) rows.weight[h] = ptx::load_shared<float>(staged_weight(shared, self.part, row));
     }
     return rows;
 }
@@ -78,15 +77,11 @@ MOK_DEVICE void finish_dhidden_chunks(const Shared& shared, const BackwardTask& 
 
 template <ActivationForm kForm>
 MOK_DEVICE void finish_dhidden(const MoeBackwardParams& params, const Shared& shared,
-                               const BackwardTask& task, const RowPair& rows, Consumer& self,
-                               ptx::Deadline& deadline, float (&accumulators)[kAccumulators]) {
-    if (params.row_weights != nullptr && !is_shared(task) && task.column == 0 && self.lane % 4 == 0) {
-#pragma unroll
-        for (int32_t h = 0; h < 2; ++h) {
-            float* at = params.row_weights + task.row + self.row() + 8 * h;
-            if (rows.is_valid[h]) ptx::store_global(at, rows.weight[h]);
-        }
-    }
+                               const BackwardTask& task, Consumer& self, ptx::Deadline& deadline,
+                               float (&accumulators)[kAccumulators]) {
+    ptx::mbar_wait(weights_staged(shared, self.part), self.weights.parity, deadline);
+    self.weights.next();
+    const RowPair rows = row_pair(shared, task, self);
     if (task.valid_rows < static_cast<int32_t>(kTileM)) {
         finish_dhidden_chunks<kForm, true>(shared, task, rows, params.limit, self, deadline, accumulators);
     } else {
@@ -166,12 +161,9 @@ MOK_DEVICE void make_block_tile(const MoeBackwardParams& params, const Shared& s
         finish_gate_up(params, shared, task, self, deadline, accumulators);
         return;
     }
-    const bool is_dhidden = is_kind(task, TaskKind::kDHidden);
-    RowPair rows{};
-    if (is_dhidden) rows = row_pair(params, task, self);
     multiply_tile<kK, kMN>(shared, self.stages, self.part, task.steps, self.lane, deadline, accumulators);
-    if (is_dhidden) {
-        finish_dhidden<kForm>(params, shared, task, rows, self, deadline, accumulators);
+    if (is_kind(task, TaskKind::kDHidden)) {
+        finish_dhidden<kForm>(params, shared, task, self, deadline, accumulators);
     } else {
         finish_dx(shared, self, deadline, accumulators);
     }
@@ -203,7 +195,7 @@ MOK_DEVICE void make_part(const MoeBackwardParams& params, const Shared& shared,
 template <ActivationForm kForm, bool kTimeline>
 MOK_DEVICE bool run_consumer(const MoeBackwardParams& params, const Shared& shared, uint32_t consumer_warp) {
     ptx::Deadline deadline = deadline_at(params, WaitPlace::kConsumer);
-    Consumer self{consumer_warp / kPartWarps, consumer_warp % kPartWarps, ptx::lane_idx(), {}, {}, {}};
+    Consumer self{consumer_warp / kPartWarps, consumer_warp % kPartWarps, ptx::lane_idx(), {}, {}, {}, {}};
     [[maybe_unused]] const bool records = consumer_warp == 0 && self.lane == 0;
     for (;;) {
         const BackwardTask task =

@@ -100,6 +100,15 @@ MOK_DEVICE int32_t matrix_of(const BackwardTask& task) {
 static_assert(static_cast<int32_t>(TaskKind::kBiasGate) ==
               static_cast<int32_t>(TaskKind::kWgradGate) + schedule::kNumMatrices);
 
+// What this kernel has in shared memory behind sm90::Shared.
+inline constexpr uint32_t kSharedBytes = Shared::kBytes + 8 * kParts;
+static_assert(kSharedBytes <= 232448, "an SM of sm_90 gives a block 227 KiB");
+
+/// w of a part's rows of a dhidden tile is in its staging buffer (1).
+MOK_DEVICE uint32_t weights_staged(const Shared& shared, uint32_t part) {
+    return shared.base + Shared::kBytes + 8 * part;
+}
+
 /// Rows and columns of a gradient's matrix.
 MOK_DEVICE int32_t gradient_rows(const MoeBackwardParams& params, const BackwardTask& task) {
     return matrix_of(task) == Matrix::kDown ? hidden_of(params) : inner_of(params, task);

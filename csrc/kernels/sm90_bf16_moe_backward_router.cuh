@@ -13,6 +13,7 @@ struct Consumer {
     TaskCursor tasks;
     StageCursor stages;
     StagingCursor staging;
+    StagingCursor weights;
 
     /// The warp's first row of a tile's 128, and the lane's first row of an accumulator.
     MOK_DEVICE int32_t first_row() const { return static_cast<int32_t>(part * kPartRows + part_warp * 16); }
@@ -20,16 +21,6 @@ struct Consumer {
 };
 
 inline constexpr uint32_t kWarpRows = 16;
-
-/// w of a task's row.
-MOK_DEVICE float row_weight(const MoeBackwardParams& params, const BackwardTask& task, int32_t row) {
-    const int64_t at = static_cast<int64_t>(task.row_block) * kTileM + row;
-    if (is_shared(task)) {
-        return params.shared_weight == nullptr ? 1.0f : ptx::load_global(params.shared_weight + at);
-    }
-    const Route route = route_of(params, at);
-    return ptx::load_global(in_window(params, params.weights, route.peer) + route.slot);
-}
 
 /// Where the gradient of a row's w goes.
 MOK_DEVICE float* weight_grad_home(const MoeBackwardParams& params, const BackwardTask& task, int32_t row) {

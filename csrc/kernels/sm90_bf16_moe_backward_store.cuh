@@ -96,6 +96,32 @@ struct StoreWarp {
         }
     }
 
+    /// Where w of a task's valid row lies; null: 1.
+    MOK_DEVICE const float* weight_home(const BackwardTask& task, uint32_t row) {
+        const int64_t at = static_cast<int64_t>(task.row_block) * kTileM + row;
+        if (is_shared(task)) return params.shared_weight == nullptr ? nullptr : params.shared_weight + at;
+        const Route route = route_of(params, at);
+        return in_window(params, params.weights, route.peer) + route.slot;
+    }
+
+    /// w of a dhidden tile's rows, for the consumers: they need it behind the product, so that nobody waits
+    /// for the loads, of which the second one depends on the first and may cross a link.
+    MOK_DEVICE void stage_weights(const BackwardTask& task) {
+        const bool keeps = params.row_weights != nullptr && !is_shared(task) && task.column == 0;
+#pragma unroll 1  // or the warp's registers do not suffice
+        for (uint32_t row = lane; static_cast<int32_t>(row) < task.valid_rows; row += ptx::kWarpThreads) {
+            const float* home = weight_home(task, row);
+            const float weight = home == nullptr ? 1.0f : ptx::load_global(home);
+            ptx::store_shared(staged_weight(shared, row / kPartRows, row % kPartRows), weight);
+            if (keeps) ptx::store_global(params.row_weights + task.row + static_cast<int32_t>(row), weight);
+        }
+        ptx::sync_warp();
+        if (lane == 0) {
+            ptx::mbar_arrive(weights_staged(shared, 0));
+            if (task.has_part(1)) ptx::mbar_arrive(weights_staged(shared, 1));
+        }
+    }
+
     /// Lanes 0 to 2 store dg, du and h' of a chunk.
     MOK_DEVICE void store_dhidden(const BackwardTask& task) {
         const MoeBackwardRows& rows = rows_of(params, task);
@@ -205,6 +231,7 @@ MOK_DEVICE bool run_store_warp(const MoeBackwardParams& params, const Shared& sh
     for (;;) {
         const BackwardTask task = take_task<BackwardTask>(shared, cursor, warp.lane, warp.deadline);
         if (task.kind == kExitTask) break;
+        if (is_kind(task, TaskKind::kDHidden)) warp.stage_weights(task);
         warp.store(task);
         if (warp.deadline.expired) break;
     }

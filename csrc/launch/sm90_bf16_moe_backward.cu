@@ -40,7 +40,8 @@ void launch_sm90_bf16_moe_backward(const MoeBackward& backward, void* stream) {
     const MoeBackwardParams params = moe_backward_params(backward);
     // One block per multiprocessor of the schedule; they need not all be resident.
     launch("mok's backward kernel", pick(backward.activation, backward.spans.tasks != nullptr),
-           {static_cast<uint32_t>(backward.shape.sizes.num_sms), sm90::kThreads, sm90::Shared::kBytes},
+           {static_cast<uint32_t>(backward.shape.sizes.num_sms), sm90::kThreads,
+            moe_backward_detail::kSharedBytes},
            stream, params);
 }
 
