@@ -1,4 +1,4 @@
-"""Checks of a layer's settings."""
+"""Checks of settings and of what has to be a tensor."""
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,21 @@ def check_size(name, value, multiple_of=1):
     if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % multiple_of:
         rule = "a positive integer" if multiple_of == 1 else f"a positive multiple of {multiple_of}"
         raise ValueError(f"{name} is {value!r}: it must be {rule}")
+
+
+def check_tensors(arguments, optional=False):
+    """Raises TypeError naming the first of `arguments`, a dict, that is no tensor (nor None)."""
+    for name, value in arguments.items():
+        if not (isinstance(value, torch.Tensor) or (optional and value is None)):
+            rule = "a tensor or None" if optional else "a tensor"
+            raise TypeError(f"{name} is {kind_of(value)}: it must be {rule}")
+
+
+def kind_of(value):
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
 def compute_dtype(x):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from mok import workspace as _workspaces
+from mok._checks import check_tensors, kind_of
 
 _ROUTED = ("w_routed_gate", "w_routed_up", "w_routed_down")
 _SHARED = ("w_shared_gate", "w_shared_up", "w_shared_down")
@@ -12,7 +13,7 @@ _SHARED = ("w_shared_gate", "w_shared_up", "w_shared_down")
 def check_routing(workspace, top_experts, num_local_experts) -> None:
     """Raises TypeError, ValueError for what `build_schedule` cannot take."""
     if not isinstance(top_experts, Tensor):
-        raise TypeError(f"top_experts is {_kind(top_experts)}: pass a tensor [T, K]")
+        raise TypeError(f"top_experts is {kind_of(top_experts)}: pass a tensor [T, K]")
     if top_experts.dim() != 2 or top_experts.shape[1] != workspace.topk:
         raise ValueError(
             f"top_experts has shape {tuple(top_experts.shape)}: it must be [T, {workspace.topk}]"
@@ -38,7 +39,7 @@ def check_call(workspace, tensors, shared, routed, context=None, settings=None) 
         shared, routed: gate, up and, except for a recomputation, down.
     """
     try:
-        _check_tensors(tensors)
+        check_tensors(tensors)
         _check_weights(_SHARED, shared, optional=True)
         _check_weights(_ROUTED, routed)
         if settings is not None:
@@ -49,36 +50,24 @@ def check_call(workspace, tensors, shared, routed, context=None, settings=None) 
         raise
 
 
-def _check_tensors(tensors) -> None:
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} is {_kind(value)}: it must be a tensor")
-
-
 def _check_weights(names, weights, optional=False) -> None:
-    for name, weight in zip(names, weights, strict=False):
-        if isinstance(weight, Tensor) or (optional and weight is None):
-            continue
+    named = dict(zip(names, weights, strict=False))
+    for name, weight in named.items():
         if isinstance(weight, tuple):
             raise NotImplementedError(
                 f"{name} is a tuple: quantised weights (MXFP8 values with scales) are not in this "
                 "build; pass a torch.bfloat16 or torch.float32 tensor"
             )
-        rule = "a tensor or None" if optional else "a tensor"
-        raise TypeError(f"{name} is {_kind(weight)}: it must be {rule}")
+    check_tensors(named, optional)
 
 
 def _check_context(context, settings) -> None:
     for name, given in settings.items():
         if not hasattr(context, name):
-            raise TypeError(f"context is {_kind(context)}: pass what forward returned")
+            raise TypeError(f"context is {kind_of(context)}: pass what forward returned")
         made = getattr(context, name)
         if made != given:
             raise ValueError(
                 f"context was made with {name} = {made!r}, this backward has {given!r}: pass the "
                 "same to both"
             )
-
-
-def _kind(value) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mok import _backend, _collective, _group
-from mok._checks import check_choice, check_size, compute_dtype, size_and_rank
+from mok._checks import check_choice, check_size, check_tensors, compute_dtype, size_and_rank
 from mok._contract import activation_limit
 from mok.experts import Experts, SharedExpert, SharedExpertGate
 from mok.router import (
@@ -327,6 +327,7 @@ class MoELayer(nn.Module):
         return (output.topk_ids_TK, output.topk_weights_TK), output
 
     def _flat_choices(self, name, choices, num_tokens):
+        check_tensors({name: choices})
         if choices.dim() == 0 or choices.shape[-1] != self.top_k:
             raise ValueError(
                 f"{name} has shape {tuple(choices.shape)}: its last dimension must be top_k "

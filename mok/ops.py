@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mok import _backend, _calls, _collective, _group, _library, _main_grad, workspace
+from mok import _backend, _calls, _checks, _collective, _group, _library, _main_grad, workspace
 from mok.shapes import (
     COMPUTE_DTYPES,
     PAD,
@@ -29,6 +29,8 @@ from mok.shapes import (
     default_ring_rows,
     local_parts,
 )
+
+_REQUIRED = ("x", "topk_ids", "topk_weights", "w_gate", "w_up", "w_down")
 
 
 def moe(
@@ -97,7 +99,8 @@ def moe(
         mok.PeerTimeoutError, mok.PeerAbortedError: a peer did not come, or left with an error.
     """
     w_gate, w_up, w_down, *biases = local_parts(w_gate, w_up, w_down, b_gate, b_up, b_down)
-    gates = local_parts(*shared) if shared is not None and len(shared) == 3 else (None, None, None)
+    is_set = isinstance(shared, (tuple, list)) and len(shared) == 3
+    gates = local_parts(*shared) if is_set else (None, None, None)
     gradients = 0
     if torch.is_grad_enabled():
         differentiable = (x_TH, topk_weights_TK, shared_weight_T, w_gate, w_up, w_down)
@@ -109,11 +112,13 @@ def moe(
         key = _calls.key_of(
             *(x_TH, topk_ids_TK, topk_weights_TK, w_gate, shared, shared_weight_T),
             *(activation, swiglu_limit, group, max_tokens, save, ring_rows, backend),
-            *(layer_key, workspace_tag, gradients),
+            *(layer_key, workspace_tag, gradients, type(w_up), type(w_down)),
         )
         settings = _calls.settings_of(key, group)
     is_collective = False
     if settings is None:
+        given = (x_TH, topk_ids_TK, topk_weights_TK, w_gate, w_up, w_down, *biases, *gates)
+        _check_tensors(group, LayerTensors(*given, shared_weight_T), shared)
         settings, is_collective = _settings(
             *(x_TH, topk_ids_TK, topk_weights_TK, w_gate, shared, shared_weight_T),
             *(activation, swiglu_limit, group, max_tokens, save, ring_rows, backend),
@@ -143,9 +148,30 @@ def moe(
     if torch.compiler.is_compiling():
         _main_grad.use_ordinary_gradients(participants)
         return torch.ops.mok.moe_forward(*tensors, *settings)[0]
-    if participants:
-        return _main_grad.forward(tensors, settings, participants)
-    return _library.forward(tensors, settings)
+    try:
+        if participants:
+            return _main_grad.forward(tensors, settings, participants)
+        return _library.forward(tensors, settings)
+    except RuntimeError:
+        # torch's own words for what is no tensor are five lines; `_calls` does not look at all.
+        _check_tensors(group, tensors, shared)
+        raise
+
+
+def _check_tensors(group, tensors: LayerTensors, shared: tuple | None) -> None:
+    """Raises TypeError for an argument that is no tensor; the peers are told where they wait."""
+    try:
+        named = tensors._asdict()
+        _checks.check_tensors({name: named.pop(name) for name in _REQUIRED})
+        _checks.check_tensors(named, optional=True)
+        if not (shared is None or isinstance(shared, (tuple, list))):
+            kind = _checks.kind_of(shared)
+            raise TypeError(f"shared is {kind}: it must be (gate, up, down) or None")
+    except TypeError as error:
+        peers = _peers(group) if isinstance(group, dist.ProcessGroup) else None
+        if peers is not None and not torch.compiler.is_compiling():
+            _group.abort_only_workspace(peers.group_name, str(error))
+        raise
 
 
 def _settings(

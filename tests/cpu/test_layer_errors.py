@@ -53,6 +53,18 @@ def tokens(count, dtype=torch.bfloat16):
         ),
         (
             torch.zeros(3, H),
+            {"topk_ids": [[0] * K] * 3, "topk_weights": torch.ones(3, K)},
+            TypeError,
+            "topk_ids is a list: it must be a tensor",
+        ),
+        (
+            torch.zeros(3, H),
+            {"topk_ids": torch.zeros(3, K).long(), "topk_weights": [1.0]},
+            TypeError,
+            "topk_weights is a list: it must be a tensor",
+        ),
+        (
+            torch.zeros(3, H),
             {
                 "topk_ids": torch.zeros(3, K).long(),
                 "topk_weights": torch.ones(3, K),

@@ -78,6 +78,21 @@ WRONG = [
     ({"backend": "megakernel"}, NotImplementedError, "backend 'megakernel' cannot run here"),
     ({"backend": "gpu"}, ValueError, "backend is 'gpu': it must be one of"),
     ({"group": "world"}, TypeError, "group is 'world'"),
+    *(
+        ({name: wrong}, TypeError, f"^{name.partition('_T')[0]} is {kind}: it must be a tensor$")
+        for name in ("x_TH", "topk_ids_TK", "topk_weights_TK", "w_gate", "w_up", "w_down")
+        for wrong, kind in ((None, "None"), ([1, 2], "a list"))
+    ),
+    *(
+        (
+            {name: [1]},
+            TypeError,
+            f"^{name.partition('_T')[0]} is a list: it must be a tensor or None$",
+        )
+        for name in ("b_gate", "b_up", "b_down", "shared_weight_T")
+    ),
+    ({"shared": 5}, TypeError, r"^shared is an int: it must be \(gate, up, down\) or None$"),
+    ({"shared": (gate, up, [1])}, TypeError, r"^shared_down is a list: it must be a tensor"),
 ]
 
 
