@@ -21,6 +21,7 @@ from mok.shapes import (
     empty_backward,
     empty_forward,
     empty_recompute,
+    empty_wanted,
 )
 
 _native.load()
@@ -132,14 +133,19 @@ def _recompute(*args):
 
 def _backward(grad_output, *args):
     tensors = LayerTensors(*args[:_NUM_TENSORS])
-    settings = LayerSettings(*args[_NUM_TENSORS + 1 :])  # between the two: the saved context
+    saved, settings = args[_NUM_TENSORS], LayerSettings(*args[_NUM_TENSORS + 1 :])
+    return _run_backward(grad_output, tensors, saved, settings, empty_backward)
+
+
+def _run_backward(grad_output, tensors, saved, settings, make):
     return run(
         settings,
-        prepare(tensors, settings, empty_backward),
+        prepare(tensors, settings, make),
         lambda results: torch.ops.mok.moe_backward_out(
             grad_output,
             *_kernels.as_kernels_take_them(tensors),
-            *args[_NUM_TENSORS:],
+            saved,
+            *settings,
             False,
             results,
         ),
@@ -192,15 +198,20 @@ def _holds_memory(keyset: int) -> bool:
 def forward(tensors: LayerTensors, settings: LayerSettings) -> Tensor:
     """moe_forward's out [T, H], differentiable: the op, or the same by a shorter way in eager mode,
     where nobody asks to see it (no modes, no transforms, no classes of tensors)."""
-    x = tensors.x
-    include = torch._C._dispatch_tls_local_include_set().raw_repr()
-    is_plain = include in _ORDINARY and _PLAIN.issuperset(map(type, tensors))
-    if not is_plain or not (x.is_cuda or x.is_cpu):
+    if not _is_plain(tensors):
         return torch.ops.mok.moe_forward(*tensors, *settings)[0]
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
         return _Out.apply(settings, *tensors)
     with torch._C._AutoDispatchBelowAutograd():
         return _forward(*tensors, *settings)[0]
+
+
+def _is_plain(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether an op of these tensors is its backend's kernel and nothing else."""
+    include = torch._C._dispatch_tls_local_include_set().raw_repr()
+    if include not in _ORDINARY or not _PLAIN.issuperset(map(type, tensors)):
+        return False
+    return tensors[0].is_cuda or tensors[0].is_cpu
 
 
 def _keyset(*keys) -> int:
@@ -264,17 +275,13 @@ def _gradients(ctx, is_needed, grad_output) -> list[Tensor | None]:
     stored = ctx.saved_tensors  # once: checkpointing allows no second look
     bits = sum(1 << bit for bit, index in enumerate(_DIFFERENTIABLE) if is_needed[index])
     settings = ctx.settings._replace(gradients=bits)
-    args = (
-        grad_output.contiguous(),
-        *stored[:_NUM_TENSORS],
-        list(stored[_NUM_TENSORS:]),
-        *settings,
-    )
-    if torch.is_grad_enabled():
-        results = torch.ops.mok.moe_backward(*args)
+    tensors, saved = LayerTensors(*stored[:_NUM_TENSORS]), list(stored[_NUM_TENSORS:])
+    grad_output = grad_output.contiguous()
+    if torch.is_grad_enabled() or not _is_plain((grad_output, *tensors)):
+        results = torch.ops.mok.moe_backward(grad_output, *tensors, saved, *settings)
     else:
         with torch._C._AutoDispatchBelowAutograd():
-            results = torch.ops.mok.moe_backward(*args)
+            results = _run_backward(grad_output, tensors, saved, settings, empty_wanted)
     for bit, index in enumerate(_DIFFERENTIABLE):
         if bits >> bit & 1:
             found[index] = results[bit]

@@ -172,6 +172,18 @@ def empty_backward(tensors: LayerTensors, settings: LayerSettings) -> list[Tenso
     return results
 
 
+def empty_wanted(tensors: LayerTensors, settings: LayerSettings) -> list[Tensor]:
+    """`empty_backward` for who looks at the gradients that it asks for only: the others are one
+    tensor without elements."""
+    nothing = tensors.x.new_empty(0)
+    results = [nothing] * len(GRADIENT_ORDER)
+    for bit, name in enumerate(GRADIENT_ORDER):
+        if settings.gradients >> bit & 1:
+            tensor = getattr(tensors, name)
+            results[bit] = tensor.new_empty(tensor.shape)
+    return results
+
+
 def check_settings(max_tokens, save, ring_rows, shared, backend) -> None:
     """Raises ValueError for settings of `mok.moe` that the ops do not see as they were passed."""
     if backend not in BACKENDS:
