@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests._harness import close_pools, run_ranks
+from tests._harness import run_ranks
 from tests._poison import poison_uninitialized_memory
 
 _nccl_group: dist.ProcessGroup | None = None  # of this process
@@ -111,12 +111,13 @@ def settle(arguments, what: str) -> bool:
     return True
 
 
+def is_shared(size: int, device: str) -> bool:
+    """Whether ranks take turns on a GPU."""
+    return device == "cuda" and torch.cuda.device_count() < size
+
+
 def describe_ranks(size: int, device: str) -> str:
     if device == "cpu":
         return f"{size} process(es) on the CPU"
-    gpus = torch.cuda.device_count()
-    shared = ", SHARED: times mean little" if gpus < size else ""
-    return f"{size} rank(s) on {min(size, gpus)} GPU(s){shared}"
-
-
-__all__ = ["Ranks", "add_arguments", "close_pools", "describe_ranks", "run_on_ranks", "settle"]
+    shared = ", SHARED: times mean little" if is_shared(size, device) else ""
+    return f"{size} rank(s) on {min(size, torch.cuda.device_count())} GPU(s){shared}"

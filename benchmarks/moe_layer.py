@@ -24,9 +24,9 @@ from pathlib import Path
 from benchmarks._gpu_timing import slowest
 from benchmarks._layer_cases import PRODUCTS, LayerCase, layer_cases
 from benchmarks._layer_step import measure
-from benchmarks._ranks import add_arguments, close_pools, describe_ranks, run_on_ranks, settle
+from benchmarks._ranks import add_arguments, describe_ranks, is_shared, run_on_ranks, settle
 from benchmarks._timing import RESULTS, statistics_ms, write_results
-from tests._harness import RankError, RankTimeoutError
+from tests._harness import RankError, RankTimeoutError, close_pools
 
 CASE_SECONDS = 120.0
 
@@ -183,6 +183,8 @@ def main() -> int:
     for case in layer_cases(arguments.tiny):
         if case.x_in_heap and arguments.ranks == 1:
             continue  # one rank reads x where it is
+        if case.backend == "collective" and is_shared(arguments.ranks, arguments.device):
+            continue  # NCCL refuses ranks that share a GPU
         if arguments.only_traced and case.name not in traced:
             continue
         if texts and not any(text in case.name for text in texts):

@@ -72,9 +72,9 @@ class trace:  # noqa: N801  (used as a statement, like torch.no_grad)
                 f"mok.trace records the megakernels of a GPU, and {reason}; "
                 "mok.simulate(costs=...) predicts a time line without one."
             )
-        _C.load_traced_kernels()
         memory = torch.full((self.max_spans, ENTRY_BYTES), 0xFF, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
+        _C.load_traced_kernels()  # onto the device that torch has made current
         _C.call_trace().begin(memory.data_ptr(), self.max_spans, memory.device.index)
         self._memory = memory
         return self

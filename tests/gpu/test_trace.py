@@ -30,7 +30,8 @@ def check_call(call, routes: int) -> None:
     _, _, _, hidden, inner = SIZES
     assert (call.lost_tasks, call.lost_pulls) == (0, 0)
     assert {"preparation", "kernel"} <= set(call.phases)
-    assert all(0 < microseconds < 1e5 for microseconds in call.phases.values())
+    assert all(0 <= microseconds < 1e5 for microseconds in call.phases.values())
+    assert call.phases["kernel"] > 0
     product = 2 * hidden * inner * routes
     if call.direction == "forward":
         assert flops_of(call, "gate_up") == 2 * product
@@ -39,8 +40,10 @@ def check_call(call, routes: int) -> None:
         assert flops_of(call, "dhidden") == product
         assert flops_of(call, "dx") == 2 * product
     for rate in call.rates:
-        assert 200 < rate.mhz < 2500, rate
         assert 0 <= rate.of_peak < 1, rate
+        # Few short tiles say little: the nanoseconds come in steps of up to a microsecond.
+        if rate.tiles >= 20 and rate.tflops > 0:
+            assert 200 < rate.mhz < 2500, rate
     for entry in call.timeline:
         assert 0 <= entry.start <= entry.end <= call.phases["kernel"] + 5
     pulls = [entry for entry in call.timeline if entry.is_communication]
