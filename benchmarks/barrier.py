@@ -19,12 +19,12 @@ from benchmarks._gpu_timing import slowest
 from benchmarks._ranks import (
     Ranks,
     add_arguments,
-    close_pools,
     describe_ranks,
     run_on_ranks,
     settle,
 )
 from benchmarks._timing import RESULTS, statistics_ms, write_results
+from tests._harness import close_pools
 from tests.dist._heaps import open_heap, whole_call
 from tests.gpu._peers import FIRST, Peers, stream
 

@@ -31,9 +31,10 @@ from benchmarks._gpu_timing import (
     seconds_of_each,
     slowest,
 )
-from benchmarks._ranks import Ranks, add_arguments, close_pools, run_on_ranks, settle
+from benchmarks._ranks import Ranks, add_arguments, run_on_ranks, settle
 from benchmarks._timing import RESULTS, statistics_ms, write_results
 from mok import _C, workspace
+from tests._harness import close_pools
 from tests.gpu._preparation import VirtualRanks, publish_by_hand
 from tests.preparation_cases import Case, compare
 
