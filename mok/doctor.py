@@ -66,8 +66,9 @@ def report(findings: list[Finding]) -> str:
         lines.append(f"{_MARKS[finding.status]}  {finding.topic:<{width}}  {finding.text}")
         if finding.fix:
             lines.append(f"{'':{width + 8}}-> {finding.fix}")
-    wrong = sum(finding.status == "error" for finding in findings)
-    lines.append("nothing is wrong" if not wrong else f"{wrong} thing(s) to mend, marked FAIL")
+    wrong, warned = (sum(f.status == status for f in findings) for status in ("error", "warning"))
+    verdict = f"{wrong} thing(s) to mend, marked FAIL" if wrong else "nothing is wrong"
+    lines.append(verdict + (f"; {warned} limit(s) to know of, marked warn" if warned else ""))
     return "\n".join(lines)
 
 
@@ -180,7 +181,7 @@ def _cpu() -> list[Finding]:
     wanted = os.environ.get("MOK_CPU_ISA")
     available = [name for name in _C.kernels.available() if name != "emulated"]
     try:
-        text = f"{_C.kernels.selected()} of {', '.join(available)}"
+        text = f"{_C.kernels.selected()} is taken; this processor runs {', '.join(available)}"
     except (RuntimeError, ValueError) as error:
         fix = f"unset MOK_CPU_ISA, or choose one of {', '.join(available)}"
         return [Finding("CPU kernels", "error", f"MOK_CPU_ISA is {wanted!r}: {error}", fix)]
@@ -219,13 +220,13 @@ def _gpus(torch) -> list[Finding]:
             findings.append(Finding(f"cuda:{index}", "ok", text))
         if device.backing is None:
             findings.append(
-                Finding(f"cuda:{index} heap", "warning", "cannot be shared", device.reason)
+                Finding(f"cuda:{index} heap", "warning", "memory cannot be shared", device.reason)
             )
             continue
+        handles = {"fabric": "fabric handles", "posix_fd": "file descriptors"}[device.backing]
         domain = f", NVLink domain {device.nvlink_domain}" if device.nvlink_domain else ""
-        findings.append(
-            Finding(f"cuda:{index} heap", "ok", f"{device.backing}: {device.reason}{domain}")
-        )
+        text = f"memory is shared between ranks by {handles}: {device.reason}{domain}"
+        findings.append(Finding(f"cuda:{index} heap", "ok", text))
         if device.unreachable:
             peers = ", ".join(f"cuda:{peer}" for peer in device.unreachable)
             findings.append(
@@ -233,8 +234,8 @@ def _gpus(torch) -> list[Finding]:
                     f"cuda:{index} peers",
                     "warning",
                     f"no access to the memory of {peers}",
-                    "their ranks cannot be in one group of the megakernel; check NVLink and IOMMU "
-                    "settings (nvidia-smi topo -p2p r)",
+                    "a group with ranks on both takes the collective backend; for the megakernel "
+                    "see what 'nvidia-smi topo -p2p r' says, and NVLink, IOMMU and ACS settings",
                 )
             )
         elif count > 1:
@@ -243,12 +244,21 @@ def _gpus(torch) -> list[Finding]:
 
 
 def _backends(torch) -> list[Finding]:
+    """What calls with tensors of each device take."""
     from mok import explain
 
     devices = ["cpu"]
     if torch.version.cuda and torch.cuda.device_count():
         devices.append("cuda")
-    return [Finding(f"{device} tensors", "info", str(explain(device=device))) for device in devices]
+    findings = []
+    for device in devices:
+        choice = explain(device=device)
+        text = f"one rank takes the {choice.backend} backend, several do where they can map each "
+        text += "other's memory, and else the collective backend"
+        if choice.backend == "collective":
+            text = f"take the collective backend: {choice.reason}"
+        findings.append(Finding(f"{device} tensors", "info", text))
+    return findings
 
 
 def _self_test(torch) -> Finding:
