@@ -15,7 +15,10 @@ TARGET = ROOT / "docs/api.md"
 
 # Modules with a public interface of their own, behind the names of `mok` itself.
 MODULES = {
-    "mok.router": ("router/_base.py", "router/_kinds.py", "router/_losses.py", "router/_replay.py"),
+    "mok.router": (
+        *("router/_base.py", "router/_choice.py", "router/_kinds.py"),
+        *("router/_losses.py", "router/_replay.py"),
+    ),
     "mok.functional": ("functional.py", "_schedule.py"),
     "mok.convert": ("convert.py",),
     "mok.workspace": ("workspace.py", "_workspace.py", "_devices.py"),
