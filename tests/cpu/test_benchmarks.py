@@ -4,14 +4,17 @@ import itertools
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import _gpu_timing, barrier, moe_layer, preparation
+from benchmarks import _gpu_timing, barrier, moe_forward_timeline, moe_layer, preparation
 from benchmarks._layer_cases import LINK_GB_S, LayerCase, floors, layer_cases
+from benchmarks._spans import traced_call
 from benchmarks._timing import write_results
 from benchmarks.moe_layer import describe_targets, stage_records
 from tests._harness import close_pools
+from tests.cpu.test_trace import memory
 from tools.join_results import join
 
 
@@ -173,6 +176,29 @@ def test_targets_are_counted():
         record("A zipf", "burst", 2.0, None),
     ]
     assert describe_targets(records) == ("targets: 1 of 2 reached, missed by A forward sustained")
+
+
+class FourMultiprocessors:
+    multi_processor_count = 4
+
+
+def test_time_lines_of_kernels_launched_by_hand(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: FourMultiprocessors)
+    words = torch.from_numpy(memory()[1:].view(np.int32))
+    sizes = {"T": 300, "H": 512, "I": 384, "E": 8, "K": 2}
+    tasks, pulls = words[:4], words[4:]
+    call = traced_call("forward", sizes, tasks, pulls)
+    kinds = [entry.kind for entry in call.timeline]
+    assert kinds == ["gate_up", "gate_up", "down", "pull"]
+    assert (call.phases, call.lost_tasks) == ({}, 0)
+    # From the first recorded moment on: nobody has noted when the kernel began.
+    assert call.timeline[0].start == 8.0
+    rates = {rate.kind: rate for rate in traced_call("forward", sizes, tasks).rates}
+    assert rates["down"].mhz == pytest.approx(1500)
+    moe_forward_timeline.describe(call)
+    out = capsys.readouterr().out
+    assert "waits for gate_up, in the first 100 us: 1," in out
+    assert "first tile 8.0 us, last pull 2.0 us" in out
 
 
 def test_stages_are_the_slowest_ranks(capsys):
