@@ -1,5 +1,5 @@
-#include "csrc/kernels/sm90_bf16_moe_backward.cuh"
 #include "csrc/launch/launch.cuh"
+#include "csrc/launch/moe_backward_kernel.cuh"
 #include "csrc/launch/moe_backward_params.h"
 #include "csrc/launch/sm90_bf16_moe_backward.h"
 
@@ -7,22 +7,14 @@ namespace mok::launch {
 
 namespace {
 
-using Kernel = void (*)(MoeBackwardParams);
-
-template <ActivationForm kForm>
-Kernel pick(bool timeline) {
-    return timeline ? sm90_bf16_moe_backward_kernel<kForm, true>
-                    : sm90_bf16_moe_backward_kernel<kForm, false>;
-}
-
-Kernel pick(int32_t activation, bool timeline) {
+MoeBackwardKernel pick(int32_t activation, bool timeline) {
     switch (static_cast<ActivationForm>(activation)) {
         case ActivationForm::kSwiglu:
-            return pick<ActivationForm::kSwiglu>(timeline);
+            return moe_backward_kernel<ActivationForm::kSwiglu>(timeline);
         case ActivationForm::kSwigluLimit:
-            return pick<ActivationForm::kSwigluLimit>(timeline);
+            return moe_backward_kernel<ActivationForm::kSwigluLimit>(timeline);
         case ActivationForm::kGptOss:
-            return pick<ActivationForm::kGptOss>(timeline);
+            return moe_backward_kernel<ActivationForm::kGptOss>(timeline);
     }
     throw std::invalid_argument(concat("activation number ", activation, ": must be 0 to 2."));
 }
