@@ -1,7 +1,7 @@
 """Schemas, implementations, fakes and autograd formulas of `torch.ops.mok.*`; `mok.ops` lists them.
 
 The functional ops allocate their results by the shape functions of `mok.shapes` and call the raw
-ones (csrc/bindings/torch).
+ones (csrc/bindings/torch); `moe_forward` has the number of rows from there and allocates in C++.
 """
 
 import functools
