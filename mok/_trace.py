@@ -1,5 +1,6 @@
 """`mok.trace`: records what the megakernels of this process do, and shows it."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -83,7 +84,10 @@ class trace:  # noqa: N801  (used as a statement, like torch.no_grad)
         memory, self._memory = self._memory, None
         calls, left_out = _C.call_trace().end()
         if error is not None:
-            return  # the device may be unable to answer
+            # Kernels on any stream may still write to the memory; a lost context has none.
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.synchronize(memory.device)
+            return
         torch.cuda.synchronize(memory.device)
         used = sum(1 + call["num_tasks"] + call["num_pulls"] for call in calls)
         self._finish(calls, left_out, memory[:used].cpu().numpy())

@@ -1,5 +1,6 @@
 """mok.trace without a GPU: which calls are recorded where, and what becomes of the memory."""
 
+import functools
 import json
 
 import numpy as np
@@ -246,6 +247,56 @@ def test_without_a_gpu_one_sentence_says_so(tmp_path):
         raise AssertionError("not reached")
     assert "mok.simulate(costs=...)" in str(raised.value)
     assert _kernels.why_not(None, False) in str(raised.value)
+
+
+class FakeDevice:
+    """What mok.trace asks of CUDA, in this process's memory."""
+
+    def __init__(self, monkeypatch):
+        self.trace, self.log = _C.CallTrace(), []
+        monkeypatch.setattr(_kernels, "why_not", lambda dtype, needs_gradients: None)
+        monkeypatch.setattr(_C, "call_trace", lambda: self.trace, raising=False)
+        load = functools.partial(self.log.append, "load")
+        monkeypatch.setattr(_C, "load_traced_kernels", load, raising=False)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: self.log.append("synchronize"))
+        plain = torch.full
+
+        def full(*size, device, **options):
+            tensor = plain(*size, **options)
+            tensor.__class__ = OnDevice
+            self.memory = tensor
+            return tensor
+
+        monkeypatch.setattr(torch, "full", full)
+
+
+class OnDevice(torch.Tensor):
+    device = torch.device("cuda", 0)
+
+
+def test_a_block_records_and_reads_back(tmp_path, monkeypatch):
+    device = FakeDevice(monkeypatch)
+    with mok.trace(tmp_path / "step", max_spans=5000, report=False) as trace:
+        assert device.log == ["synchronize", "load"]
+        assert (device.memory == 0xFF).all()
+        assert device.trace.take(300, 8, 2, 512, 384, num_ranks=2)
+        entries = memory()[:5]  # the tasks
+        entries[0].view(np.int64)[5:7] = (3, 5)
+        device.memory[: len(entries)] = torch.from_numpy(entries)
+    assert device.log[2:] == ["synchronize"]
+    (call,) = trace.calls
+    assert [entry.kind for entry in call.timeline] == ["gate_up", "gate_up", "down"]
+    assert trace.files[0].exists()
+    assert not device.trace.take(**LAYER), "the block is over"
+
+
+def test_an_error_in_the_block_passes_and_ends_the_trace(tmp_path, monkeypatch):
+    device = FakeDevice(monkeypatch)
+    with pytest.raises(KeyError, match="of the user"), mok.trace(tmp_path / "step"):
+        raise KeyError("of the user")
+    assert device.log == ["synchronize", "load", "synchronize"], "kernels may write until then"
+    assert not list(tmp_path.iterdir())
+    assert not device.trace.take(**LAYER)
 
 
 def test_arguments_are_checked(tmp_path):
