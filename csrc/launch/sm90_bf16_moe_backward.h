@@ -41,7 +41,8 @@ struct MoeBackward {
     void* shared_hidden;   // [T, J]
     float* shared_partials;  // [T, ceil(J / 64)]
 
-    // What forward saved of the first chunk; null where the policy saves nothing.
+    // What forward saved of the first chunk; null where the policy saves nothing. Gate and up of a half block
+    // (64 rows) without routes may hold anything: the GPU forward leaves them, and nothing here reads them.
     const void* saved_x;     // [save_rows, H]
     const void* saved_gate;  // [save_rows, I]
     const void* saved_up;    // [save_rows, I]
