@@ -7,6 +7,7 @@
 #include "csrc/launch/error.h"
 #include "csrc/launch/peer_barrier.h"
 #include "csrc/launch/prepare.h"
+#include "csrc/launch/sm90_bf16_moe_backward.h"
 #include "csrc/launch/sm90_bf16_moe_forward.h"
 #include "csrc/launch/stream_order.h"
 #include "csrc/launch/weighted_sum.h"
@@ -44,6 +45,7 @@ void prepare_device_workspace(Workspace& workspace) {
     load_weighted_sum();
 #if defined(MOK_WITH_SM90)
     load_sm90_bf16_moe_forward();
+    load_sm90_bf16_moe_backward();
 #endif
 }
 
