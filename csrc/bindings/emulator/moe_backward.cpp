@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "csrc/bindings/emulator/moe_run.h"
-#include "csrc/bindings/emulator/trace.h"
 #include "csrc/launch/sm90_bf16_moe_backward.h"
 
 namespace py = pybind11;
@@ -92,12 +91,7 @@ class BackwardRun : public MoeRun {
         backward.home_weight_grads = reinterpret_cast<float*>(home(rank, "home_weight_grads"));
         backward.routed_gradients = gradients(rank, "");
         backward.accumulate = flag("accumulate");
-        const TraceMemory trace(session_, ranks_[rank], rank);
-        backward.spans = trace.spans();
-        void* stream = &session_.stream(rank);
-        trace.stamp(CallMoment::kPrepared, backward.shape, nullptr, stream);
-        launch::launch_sm90_bf16_moe_backward(backward, stream);
-        trace.stamp(CallMoment::kComputed, backward.shape, &backward.call, stream);
+        launch_traced(rank, backward, launch::launch_sm90_bf16_moe_backward);
     }
 };
 

@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include "csrc/bindings/emulator/moe_run.h"
-#include "csrc/bindings/emulator/trace.h"
 #include "csrc/launch/sm90_bf16_moe_forward.h"
 
 namespace py = pybind11;
@@ -33,12 +32,7 @@ class ForwardRun : public MoeRun {
         forward.saved_up = output(rank, "saved_up");
         forward.saved_shared_gate = output(rank, "saved_shared_gate");
         forward.saved_shared_up = output(rank, "saved_shared_up");
-        const TraceMemory trace(session_, ranks_[rank], rank);
-        forward.spans = trace.spans();
-        void* stream = &session_.stream(rank);
-        trace.stamp(CallMoment::kPrepared, forward.shape, nullptr, stream);
-        launch::launch_sm90_bf16_moe_forward(forward, stream);
-        trace.stamp(CallMoment::kComputed, forward.shape, &forward.call, stream);
+        launch_traced(rank, forward, launch::launch_sm90_bf16_moe_forward);
     }
 };
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "csrc/bindings/emulator/session.h"
+#include "csrc/bindings/emulator/trace.h"
 #include "csrc/launch/weight_view.h"
 #include "csrc/layout/peer_record.h"
 #include "csrc/schedule/host_schedule.h"
@@ -84,6 +85,17 @@ class MoeRun {
         kernel.activation = static_cast<int32_t>(size("activation"));
         kernel.limit = layer_["limit"].template cast<float>();
         kernel.rank = rank;
+    }
+
+    /// With the rank's "trace" its time line is recorded there.
+    template <typename Kernel>
+    void launch_traced(int rank, Kernel& kernel, void (*launch)(const Kernel&, void*)) {
+        const TraceMemory trace(session_, ranks_[rank], rank);
+        kernel.spans = trace.spans();
+        void* stream = &session_.stream(rank);
+        trace.stamp(CallMoment::kPrepared, kernel.shape, nullptr, stream);
+        launch(kernel, stream);
+        trace.stamp(CallMoment::kComputed, kernel.shape, &kernel.call, stream);
     }
 
     const pybind11::dict layer_;
