@@ -10,7 +10,8 @@
 #
 # For two GPUs: ep2 (the tests that need two, then figures and time lines of two ranks), or only ep2-tests or
 # ep2-figures. Most important first; at most 8 files stay in $OUT: all logs in ep2.log, all records in ep2.json,
-# pictures. DRY=1 runs the same commands with tiny sizes on the CPU, where tests of GPUs skip themselves.
+# pictures. demo trains examples/demo on one or two GPUs (DEMO_STEPS, default 400). DRY=1 runs the same commands
+# with tiny sizes on the CPU, where tests of GPUs skip themselves.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 exec </dev/null
@@ -141,6 +142,16 @@ if wanted ep2 || wanted ep2-figures; then
     left=$((budget - SECONDS))
     ep2_bench layer $((left * 3 / 4)) moe_layer --ranks 2 --stages --budget $((left * 2 / 3))
     ep2_bench timeline 90 moe_layer --ranks 2 --only-traced --trace "A inference,A,B inference,D"
+fi
+if wanted demo; then
+    # On as many GPUs as there are, two at most. A longer run of it: DEMO_STEPS=2000.
+    ranks=$("$PYTHON" -c 'import torch; print(min(2, max(1, torch.cuda.device_count())))')
+    demo=(--ranks "$ranks" --device cuda --steps "${DEMO_STEPS:-400}")
+    [ "$dry" = 1 ] && demo=(--ranks 2 --device cpu --steps 4 --max-loss 9)
+    folder=$(mktemp -d)
+    run demo 300 "$PYTHON" examples/demo/train.py "${demo[@]}" --out "$folder" && tail -n 3 "$OUT/demo.log"
+    [ -f "$folder/loss.png" ] && mv "$folder/loss.png" "$OUT/demo-loss.png"
+    rm -rf "$folder"
 fi
 if [ ${#ep2_logs[@]} -gt 0 ]; then
     for name in "${ep2_logs[@]}"; do
