@@ -20,6 +20,7 @@ class _Known(NamedTuple):
     group: weakref.ref | None  # the next object may get a destroyed one's id
 
 
+_NUMBERS = frozenset((float, int, type(None)))
 _known: dict[tuple, _Known] = {}
 _MOST = 4096  # without max_tokens each T is a call of its own
 
@@ -35,10 +36,14 @@ def key_of(
     swiglu_limit: float | None,
     group: dist.ProcessGroup | None,
     max_tokens: int | None,
+    save: str,
+    ring_rows: int | None,
     *settings,
 ) -> tuple | None:
     """All that the settings of a call and the checks of `mok.moe` depend on; None if an argument
-    is of a wrong type, which those checks will say."""
+    is of a wrong type, which those checks will say, or may change (a limit that is a tensor)."""
+    if type(swiglu_limit) not in _NUMBERS:
+        return None
     try:
         return (
             x_TH.shape if max_tokens is None else x_TH.shape[1:],
@@ -49,12 +54,17 @@ def key_of(
             topk_weights_TK.dtype,
             w_gate.shape,
             w_gate.device,
+            type(shared),  # a dict of three has the length of (gate, up, down)
             None if shared is None else len(shared),
             None if shared_weight_T is None else shared_weight_T.dtype,
             activation,
             swiglu_limit,
             None if group is None else id(group),
             max_tokens,
+            type(max_tokens),  # 128.0 is equal to 128
+            save,
+            ring_rows,
+            type(ring_rows),
             *settings,
         )
     except (AttributeError, TypeError):

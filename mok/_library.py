@@ -211,6 +211,8 @@ def _is_plain(tensors: tuple[Tensor | None, ...]) -> bool:
     include = torch._C._dispatch_tls_local_include_set().raw_repr()
     if include not in _ORDINARY or not _PLAIN.issuperset(map(type, tensors)):
         return False
+    if torch._C._is_torch_function_mode_enabled():
+        return False
     return tensors[0].is_cuda or tensors[0].is_cpu
 
 

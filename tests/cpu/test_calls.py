@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mok
@@ -81,6 +82,29 @@ def test_a_wrong_argument_is_refused_as_in_a_first_call(arguments, changes):
     assert_bitwise_equal({"out": mok.moe(**arguments)}, {"out": out})
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "ring_rows"])
+def test_a_float_is_refused_after_an_equal_integer(arguments, name):
+    mok.moe(**arguments, **{name: 128})
+    assert "128.0" in refused(arguments, **{name: 128.0})
+
+
+def test_three_tensors_that_are_no_tuple_are_no_shared_expert(arguments):
+    del arguments["shared_weight_T"]
+    mok.moe(**arguments)
+    named = dict(zip(("gate", "up", "down"), arguments["shared"], strict=True))
+    assert "shared is a dict" in refused(arguments, shared=named)
+    assert "shared is a Tensor" in refused(arguments, shared=torch.zeros(3, 16, 16))
+
+
+def test_a_limit_that_is_a_tensor_may_change(arguments):
+    limit = torch.tensor(1.0)
+    mok.moe(**(arguments | {"swiglu_limit": limit}))
+    limit.fill_(0.125)
+    expected = mok.moe(**(arguments | {"swiglu_limit": 0.125}))
+    changed = mok.moe(**(arguments | {"swiglu_limit": limit}))
+    assert_bitwise_equal({"out": changed}, {"out": expected})
+
+
 def test_gradients_are_those_that_the_call_asks_for(arguments):
     arguments = arguments | {"max_tokens": 6}
     w_up, x_TH = arguments["w_up"], arguments["x_TH"]
@@ -134,6 +158,23 @@ def test_modes_and_fakes_see_the_op(arguments):
             for name, value in arguments.items()
         }
         assert mok.moe(**faked).shape == plain.shape
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_function_modes_see_the_op(arguments, requires_grad):
+    class Names(TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    arguments["w_gate"].requires_grad_(requires_grad)
+    with Names() as seen:
+        mok.moe(**arguments)
+    assert "mok.moe_forward" in seen.names
 
 
 def test_what_is_known_stays_small(arguments, monkeypatch):
