@@ -23,6 +23,7 @@ from mok.shapes import (
     PAD,
     LayerSettings,
     LayerTensors,
+    check_activation,
     check_settings,
     check_sizes,
     check_weights,
@@ -118,7 +119,8 @@ def moe(
     is_collective = False
     if settings is None:
         given = (x_TH, topk_ids_TK, topk_weights_TK, w_gate, w_up, w_down, *biases, *gates)
-        _check_tensors(group, LayerTensors(*given, shared_weight_T), shared)
+        options = (backend, max_tokens, workspace_tag, gradients)
+        _check_tensors(group, LayerTensors(*given, shared_weight_T), shared, options)
         settings, is_collective = _settings(
             *(x_TH, topk_ids_TK, topk_weights_TK, w_gate, shared, shared_weight_T),
             *(activation, swiglu_limit, group, max_tokens, save, ring_rows, backend),
@@ -154,12 +156,19 @@ def moe(
         return _library.forward(tensors, settings)
     except RuntimeError:
         # torch's own words for what is no tensor are five lines; `_calls` does not look at all.
-        _check_tensors(group, tensors, shared)
+        _check_tensors(group, tensors, shared, workspace_name=settings.workspace)
         raise
 
 
-def _check_tensors(group, tensors: LayerTensors, shared: tuple | None) -> None:
-    """Raises TypeError for an argument that is no tensor; the peers are told where they wait."""
+def _check_tensors(
+    group,
+    tensors: LayerTensors,
+    shared: tuple | None,
+    options: tuple | None = None,
+    workspace_name: str | None = None,
+) -> None:
+    """Raises TypeError for an argument that is no tensor; the peers are told where they wait: in
+    the workspace, if it is known, or else in that of a call with these `options`."""
     try:
         named = tensors._asdict()
         _checks.check_tensors({name: named.pop(name) for name in _REQUIRED})
@@ -170,8 +179,26 @@ def _check_tensors(group, tensors: LayerTensors, shared: tuple | None) -> None:
     except TypeError as error:
         peers = _peers(group) if isinstance(group, dist.ProcessGroup) else None
         if peers is not None and not torch.compiler.is_compiling():
-            _group.abort_only_workspace(peers.group_name, str(error))
+            _tell_peers_of_no_tensor(peers, tensors, options, workspace_name, str(error))
         raise
+
+
+def _tell_peers_of_no_tensor(group, tensors, options, workspace_name, reason: str) -> None:
+    x_TH, topk_ids_TK, w_gate = sizes = (tensors.x, tensors.topk_ids, tensors.w_gate)
+    if workspace_name is not None:
+        workspace.abort(workspace_name, reason)
+    elif options is None or not all(isinstance(each, Tensor) for each in sizes):
+        _group.abort_only_workspace(group.group_name, reason)  # which call it is, is not known
+    else:
+        backend, max_tokens, tag, gradients = options
+        call = {"dtype": x_TH.dtype, "needs_gradients": gradients != 0}
+        try:
+            chosen = _backend.choose(backend, x_TH.device.type, group.group_name, **call).backend
+        except NotImplementedError:  # of two errors, the first that was found is raised
+            chosen = backend
+        is_collective = chosen == "collective"
+        call = (x_TH, topk_ids_TK, w_gate, max_tokens, tag)
+        _tell_peers(group, is_collective, *call, reason)
 
 
 def _settings(
@@ -204,6 +231,7 @@ def _settings(
     needs_gradients = gradients != 0
     try:
         check_settings(max_tokens, save, ring_rows, shared, backend)
+        check_activation(activation, swiglu_limit)
         choice = {"dtype": x_TH.dtype, "needs_gradients": needs_gradients}
         chosen = _backend.choose(backend, device_type, group_name, **choice)
         is_collective = chosen.backend == "collective"

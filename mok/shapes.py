@@ -197,6 +197,16 @@ def check_settings(max_tokens, save, ring_rows, shared, backend) -> None:
         raise ValueError(f"shared has {len(shared)} tensors: it must be (gate, up, down) or None.")
 
 
+def check_activation(activation, swiglu_limit) -> None:
+    """Raises ValueError for what no call of the ops can be given; they look at the limit's size."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}: it must be one of {ACTIVATIONS}.")
+    if not (swiglu_limit is None or hasattr(swiglu_limit, "__float__")):
+        raise ValueError(
+            f"swiglu_limit is {swiglu_limit!r}: it must be positive, or None for no limit."
+        )
+
+
 def check_weights(name: str, weights: Tensor | None) -> None:
     """Raises TypeError for weights per route or token that are not floating-point."""
     if weights is not None and not weights.is_floating_point():
@@ -279,8 +289,7 @@ def check_layer(tensors: LayerTensors, settings: LayerSettings) -> None:
         if tensor is None:
             continue
         _check_tensor(name, tensor, shape, x)
-    if settings.activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {settings.activation!r}: it must be one of {ACTIVATIONS}.")
+    check_activation(settings.activation, settings.swiglu_limit)
     if settings.save not in SAVE_POLICIES:
         raise ValueError(f"save is {settings.save!r}: it must be one of {SAVE_POLICIES}.")
     if settings.swiglu_limit is not None and not settings.swiglu_limit > 0:

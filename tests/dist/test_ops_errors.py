@@ -107,6 +107,10 @@ WRONG = {
         "topk_weights is torch.int32",
     ),
     "bias in FP16": (replaced("b_up", torch.Tensor.half), "TypeError", "b_up is torch.float16"),
+    "bias of text": (replaced("b_up", str), "TypeError", "b_up is a str"),
+    "no w_down": (replaced("w_down", lambda w: None), "TypeError", "w_down is None"),
+    "no activation": (with_option("activation", None), "ValueError", "activation is None"),
+    "limit of text": (with_option("swiglu_limit", "7"), "ValueError", "swiglu_limit is '7'"),
 }
 
 
@@ -114,6 +118,8 @@ def one_rank_is_wrong(rank, group, what, culprit):
     good_call(rank, group)
     change = WRONG[what][0]
     tensors, ids_TK, options = arguments(rank, group)
+    # A workspace besides: the peers wait in one of two.
+    call(mok.moe, tensors, ids_TK, **options, workspace_tag="besides")
     if rank == culprit:
         tensors, ids_TK, options = change(tensors, ids_TK, options)
     raised = outcome(lambda: call(mok.moe, tensors, ids_TK, **options))
@@ -147,7 +153,10 @@ def wrong_in_the_first_call(rank, group, what, max_tokens):
 
 @pytest.mark.parametrize(
     ("what", "max_tokens"),
-    [("x in FP16", 17), ("x of other H", 18), ("bias in FP16", 19), ("x in FP16", None)],
+    [
+        *(("x in FP16", 17), ("x of other H", 18), ("bias in FP16", 19), ("x in FP16", None)),
+        *(("no w_down", 20), ("no activation", 21), ("limit of text", 22)),
+    ],
 )
 def test_also_in_the_first_call(what, max_tokens):
     results = run_ranks(2, wrong_in_the_first_call, what, max_tokens)
