@@ -53,6 +53,8 @@ AsyncRecord& begin_destination(Block& block, const CopyPlace& place, uint32_t ba
     if (barrier.component < 0) barrier.component = static_cast<int>(new_component());
     ++barrier.loads;
     AsyncRecord& record = new_record(me, barrier.component);
+    barrier.last_load = &record;
+    barrier.last_load_phase = barrier.phase + 1;
     block.shadow.access_async(me, place.shared, place.shared + place.bytes, kWrite, record);
     std::memset(block.shared + place.shared, kPoison, place.bytes);
     return record;
@@ -303,17 +305,19 @@ void drop_copies(const LaunchState& launch) {
 }
 
 void check_copies_at_exit(Block& block) {
-    for (Mbarrier& barrier : block.mbarriers) {
-        const bool is_awaited = barrier.component < 0 || barrier.phase == 0 ||
-                                block.end.known[static_cast<uint32_t>(barrier.component)] >= barrier.phase;
-        if (barrier.loads == 0 && is_awaited) continue;
+    for (const Mbarrier& barrier : block.mbarriers) {
+        if (barrier.last_load == nullptr) continue;
+        const uint32_t known = block.end.known[static_cast<uint32_t>(barrier.component)];
+        if (barrier.loads == 0 && known >= barrier.last_load_phase) continue;
+        const AsyncRecord& load = *barrier.last_load;
         fail(
             ErrorKind::kExited,
-            text(
-                "ends the block, but no thread of it has waited for phase %u of %s, on which copies into its "
-                "shared memory complete",
-                barrier.loads != 0 ? barrier.phase : barrier.phase - 1,
-                describe_shared(block, barrier.address).c_str()));
+            text("ends the block, but no thread of it has waited for phase %u of %s, on which %s at %s by %s "
+                 "into its shared memory completes%s: a load is waited for before the end, or it lands in "
+                 "the memory of whoever comes next",
+                 barrier.last_load_phase - 1, describe_shared(block, barrier.address).c_str(),
+                 load.instruction, describe(load.site).c_str(), describe(*load.issuer).c_str(),
+                 load.is_done ? "" : " (it is still in flight)"));
     }
     for (uint32_t i = 0; i < block.num_threads; ++i) {
         Thread& thread = block.threads[i];

@@ -75,6 +75,16 @@ struct LeftOut {
     uint32_t line = 0;
 };
 
+/// The host ends a rank's waits while its kernels run: from a step on `word` is 1, and bounded waits of the
+/// rank look at it at any time, whether or not something else can move. What a kernel that gives up still
+/// reads and writes is used by nobody, so from then on `order` and `proxy` are not asked of that rank's
+/// accesses; all else is.
+struct EndedRank {
+    int rank = -1;  // -1: none
+    uint64_t step = 0;
+    uint32_t* word = nullptr;  // in memory of the rank
+};
+
 struct RunOptions {
     uint64_t seed = 1;
     Policy policy = Policy::kBySeed;
@@ -84,6 +94,7 @@ struct RunOptions {
     bool collect_sites = false;  // for mutation
     uint64_t max_steps = 400'000'000;
     LeftOut left_out;  // mutation; line 0: nothing
+    EndedRank ended;
 };
 
 struct CallSite {

@@ -19,7 +19,7 @@ namespace {
 constexpr uint32_t kIdleRounds = 128;
 // A thread that has run so many instructions while nothing happened is polling.
 constexpr uint32_t kStaleInstructions = 512;
-constexpr uint32_t kSleeperChance = 8;
+constexpr uint32_t kSleeperChance = 8, kEndedChance = 16, kEndedLooks = 4;
 
 /// Wakes everyone in a bounded wait or asleep. False if there is nobody, or nothing came of it before.
 bool wake_idle() {
@@ -49,6 +49,41 @@ bool wake_idle() {
     }
     m.idle.clear();
     return true;
+}
+
+/// The host's end of a rank: sets the word once the step has come, then lets its waits look at it now and
+/// then.
+void end_rank() {
+    Machine& m = *machine;
+    const EndedRank& ended = m.options.ended;
+    if (!m.has_ended_rank) {
+        if (m.result.stats.steps < ended.step) return;
+        const auto is_running = [&](const Stream& stream) {
+            return stream.rank == ended.rank && stream.has_started && !stream.is_stopped;
+        };
+        if (std::none_of(m.streams.begin(), m.streams.end(), is_running)) return;
+        *ended.word = 1;
+        m.has_ended_rank = true;
+        if (keeps_log()) log_line(text("the host ends rank %d", ended.rank));
+        note_progress();
+    }
+    // Also before copies that are held back go on: on a GPU a wait looks within microseconds.
+    if (m.idle.empty() || !chance(m.ready.empty() ? 512 : kEndedChance)) return;
+    // Who has looked and does not leave looks again when something has happened, or copies would never go on.
+    if (m.ended_progress != m.progress) m.ended_looks = 0;
+    m.ended_progress = m.progress;
+    if (++m.ended_looks > kEndedLooks) return;
+    constexpr uint32_t kMostWarps = 12;  // of those one may be the last that looks
+    const uint32_t one_of = random_bits() % 4 == 0 ? static_cast<uint32_t>(m.idle.size()) : 1;
+    const uint32_t last_warp = random_bits() % 2 == 0 ? random_below(kMostWarps) : kMostWarps;
+    std::erase_if(m.idle, [&](Thread* thread) {
+        if (rank_of(*thread) != ended.rank || thread->warp->idx == last_warp || random_below(one_of) != 0) {
+            return false;
+        }
+        thread->wake = Wake::kIdle;
+        make_ready(*thread);
+        return true;
+    });
 }
 
 void wake_sleepers() {
@@ -104,6 +139,7 @@ Thread* choose_next() {
                      static_cast<unsigned long long>(m.options.max_steps)));
         }
         start_due_streams();
+        if (m.options.ended.word != nullptr) end_rank();
         if (has_active_copies() && (m.ready.empty() || chance(m.character.copy_chance))) {
             step_copies();
             continue;

@@ -95,9 +95,17 @@ struct Request {
             const Thread& viewer = *viewers[i];
             const bool known = node.record != nullptr ? is_known(*node.record, viewer, !node.access.writes)
                                                       : is_known(node.stamp, viewer, !node.access.writes);
-            if (!known) fail_order(shadow, at, viewer, access, record != nullptr, node);
+            if (!known && !has_ended(node)) fail_order(shadow, at, viewer, access, record != nullptr, node);
             if (record != nullptr) check_proxy(viewer, node, at);
         }
+    }
+
+    /// Whether one of the two is of a rank that the host has ended (EndedRank).
+    bool has_ended(const ShadowNode& node) const {
+        if (!machine->has_ended_rank) return false;
+        const Block& older = node.record != nullptr ? node.record->issuer->block() : *node.stamp.warp->block;
+        const int rank = machine->options.ended.rank;
+        return rank_of(thread) == rank || older.launch->launch->rank == rank;
     }
 
     void check_proxy(const Thread& viewer, const ShadowNode& node, uint64_t at) const {
@@ -110,6 +118,7 @@ struct Request {
             if (shadow.space == Space::kShared || &node.record->issuer->block() == &viewer.block()) return;
             if (is_fenced(*node.record, viewer, shadow.space)) return;
         }
+        if (has_ended(node)) return;
         const bool is_error = shadow.space == Space::kShared || is_read_after_write;
         report_proxy(shadow, at, viewer, access, node, is_error);
     }

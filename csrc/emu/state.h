@@ -204,6 +204,8 @@ struct Mbarrier {
     bool is_fenced = false;   // fence.mbarrier_init by its maker
     bool is_visible = false;  // a cluster barrier after that
     uint32_t loads = 0;       // in flight
+    AsyncRecord* last_load = nullptr;
+    uint32_t last_load_phase = 0;  // how many phases are complete once it is
     Thread* maker = nullptr;
     ThreadStamp made;
     int component = -1;
@@ -343,6 +345,9 @@ struct Machine {
     uint64_t progress = 0, idle_progress = ~uint64_t{0};
     uint32_t idle_rounds = 0;
     uint64_t jumped_ns = 0;
+    bool has_ended_rank = false;
+    uint64_t ended_progress = 0;
+    uint32_t ended_looks = 0;  // at the ended rank's word, since that progress
 
     uint32_t num_components = 0;
     std::deque<AsyncRecord> records;

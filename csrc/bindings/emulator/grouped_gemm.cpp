@@ -2,6 +2,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include "csrc/bindings/emulator/block_names.h"
 #include "csrc/bindings/emulator/moe_run.h"
 #include "csrc/launch/sm90_bf16_grouped_gemm.h"
 
@@ -25,6 +26,7 @@ emu::RunResult grouped_gemm(const py::array& x, const py::tuple& weights,
     gemm.segment_begin = static_cast<const int64_t*>(session.add("segment_begin", segment_begin, kInput));
     gemm.counts = static_cast<const int64_t*>(session.add("counts", counts, kInput));
     gemm.claim = static_cast<uint64_t*>(session.zeros("claim", sizeof(uint64_t)));
+    name_gemm_block(session.stream());
     launch::launch_sm90_bf16_grouped_gemm(gemm, session.limits(), &session.stream());
     return session.run(options);
 }

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <tuple>
 
+#include "csrc/bindings/emulator/block_names.h"
 #include "csrc/launch/peer_barrier.h"
 #include "csrc/layout/check.h"
 
@@ -44,6 +45,7 @@ MoeRun::MoeRun(const py::dict& layer, const std::vector<py::dict>& ranks, schedu
 emu::RunResult MoeRun::run(const emu::RunOptions& options) {
     for (int rank = 0; rank < num_ranks_; ++rank) {
         void* stream = &session_.stream(rank);
+        name_gemm_block(session_.stream(rank));
         launch::launch_peer_barrier(groups_[rank], PeerPhase::kInputs, stream);
         add_launch(rank);
         launch::launch_peer_barrier(groups_[rank], PeerPhase::kOutputs, stream);
@@ -206,6 +208,7 @@ ptx::WaitLimits MoeRun::limits(int rank) {
     constexpr size_t kRecordAt = 256;
     if (!has(rank, "limits")) return session_.limits(rank);
     char* memory = static_cast<char*>(output(rank, "limits"));
+    session_.set_end_word(rank, reinterpret_cast<uint32_t*>(memory));
     return {kLimitNs, reinterpret_cast<uint32_t*>(memory),
             reinterpret_cast<ptx::WaitRecord*>(memory + kRecordAt), rank};
 }

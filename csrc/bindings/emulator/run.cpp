@@ -39,7 +39,8 @@ emu::Policy policy_of(const std::string& name) {
 
 emu::RunOptions make_options(uint64_t seed, const std::string& policy, bool time_outs, bool keep_log,
                              bool collect_sites, uint64_t max_steps,
-                             const std::optional<std::tuple<std::string, std::string, uint32_t>>& left_out) {
+                             const std::optional<std::tuple<std::string, std::string, uint32_t>>& left_out,
+                             const std::optional<std::tuple<int, uint64_t>>& end) {
     emu::RunOptions options;
     options.seed = seed;
     options.policy = policy_of(policy);
@@ -50,6 +51,10 @@ emu::RunOptions make_options(uint64_t seed, const std::string& policy, bool time
     if (left_out) {
         options.left_out = {std::get<0>(*left_out), std::get<1>(*left_out), std::get<2>(*left_out)};
     }
+    if (end) {
+        std::tie(options.ended.rank, options.ended.step) = *end;
+        MOK_CHECK(options.ended.rank >= 0, "end is of rank ", options.ended.rank, ": ranks count from 0.");
+    }
     return options;
 }
 
@@ -58,12 +63,15 @@ emu::RunOptions make_options(uint64_t seed, const std::string& policy, bool time
 void bind_run(py::module_& module) {
     py::register_exception<EmulatorError>(module, "EmulatorError", PyExc_RuntimeError);
     const emu::RunOptions defaults;
-    py::class_<emu::RunOptions>(module, "RunOptions",
-                                "A schedule: `policy` is its character, `seed` every choice; `left_out` is "
-                                "(wrapper, file, line) of one synchronising call that does nothing.")
+    py::class_<emu::RunOptions>(
+        module, "RunOptions",
+        "A schedule: `policy` is its character, `seed` every choice; `left_out` is "
+        "(wrapper, file, line) of one synchronising call that does nothing; `end` is (rank, "
+        "step): there the host ends the rank's waits.")
         .def(py::init(&make_options), py::arg("seed") = 1, py::arg("policy") = "by_seed",
              py::arg("time_outs") = false, py::arg("keep_log") = false, py::arg("collect_sites") = false,
-             py::arg("max_steps") = defaults.max_steps, py::arg("left_out") = py::none());
+             py::arg("max_steps") = defaults.max_steps, py::arg("left_out") = py::none(),
+             py::arg("end") = py::none());
     module.attr("POLICIES") = [] {
         py::list names;
         for (const auto& each : kPolicies) names.append(each.name);

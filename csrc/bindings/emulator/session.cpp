@@ -97,6 +97,7 @@ ptx::WaitLimits Session::limits(int rank) {
     constexpr size_t kRecordAt = 64;
     constexpr uint64_t kLimitNs = 1'000'000'000;
     char* memory = static_cast<char*>(zeros("limits", kRecordAt + sizeof(ptx::WaitRecord), rank));
+    set_end_word(rank, reinterpret_cast<uint32_t*>(memory));
     return {kLimitNs, reinterpret_cast<uint32_t*>(memory),
             reinterpret_cast<ptx::WaitRecord*>(memory + kRecordAt), rank};
 }
@@ -107,7 +108,14 @@ launch::EmulatorStream& Session::stream(int rank) {
     return stream;
 }
 
-emu::RunResult Session::run(const emu::RunOptions& options) {
+emu::RunResult Session::run(const emu::RunOptions& options_in) {
+    emu::RunOptions options = options_in;
+    if (options.ended.rank >= 0) {
+        const auto word = end_words_.find(options.ended.rank);
+        MOK_CHECK(word != end_words_.end(), "end is of rank ", options.ended.rank,
+                  ", which has no limits in this run.");
+        options.ended.word = word->second;
+    }
     std::vector<emu::Launch> launches;
     for (auto& [rank, stream] : streams_) {
         for (emu::Launch& each : stream.launches) launches.push_back(std::move(each));

@@ -57,6 +57,9 @@ class Session {
     /// Time limits that no schedule reaches, for kernels whose waits are to succeed.
     ptx::WaitLimits limits(int rank = 0);
 
+    /// What RunOptions' `end` of this rank sets; the last one of limits() where nobody says.
+    void set_end_word(int rank, uint32_t* word) { end_words_[rank] = word; }
+
     launch::EmulatorStream& stream(int rank = 0);
 
     /// Runs everything; throws EmulatorError where a kernel erred.
@@ -81,6 +84,7 @@ class Session {
     std::vector<emu::Region> regions_;
     std::vector<Output> outputs_;
     std::map<int, launch::EmulatorStream> streams_;  // by rank; addresses stay
+    std::map<int, uint32_t*> end_words_;             // by rank
 };
 
 /// A run that a kernel ended: what() is the machine's report.

@@ -105,6 +105,7 @@ constexpr Planted kPlanted[] = {
     MOK_BUG(ring, kNoBarrierAfterInit),
     MOK_BUG(ring, kLeavesUnreadStore),
     MOK_BUG(ring, kLeavesUnawaitedLoad),
+    MOK_BUG(ring, kLeavesHalfAPhase),
     MOK_BUG(ring, kWrongParity),
     MOK_BUG(ring, kOverwritesMbarrier),
     MOK_BUG(ring, kUsesNoMbarrier),

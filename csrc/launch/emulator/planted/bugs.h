@@ -25,6 +25,7 @@ enum class Bug : uint32_t {
     kNoBarrierAfterInit,
     kLeavesUnreadStore,
     kLeavesUnawaitedLoad,
+    kLeavesHalfAPhase,
     kWrongParity,
     kOverwritesMbarrier,
     kUsesNoMbarrier,

@@ -34,6 +34,10 @@ MOK_DEVICE void load(const Params& p, uint32_t shared, ptx::Deadline& deadline) 
         ptx::mbar_arrive_expect(shared + kResult, kChunkBytes);
         ptx::bulk_load(shared + kStaging + kChunkBytes, p.in, kChunkBytes, shared + kResult);
     }
+    if (p.has(Bug::kLeavesHalfAPhase)) {  // nobody arrives, so nobody can know that the load has landed
+        ptx::mbar_expect(shared + kResult, kChunkBytes);
+        ptx::bulk_load(shared + kStaging + kChunkBytes, p.in, kChunkBytes, shared + kResult);
+    }
     if (p.has(Bug::kOverwritesMbarrier)) ptx::store_shared(shared + kResult, 0u);
 }
 
