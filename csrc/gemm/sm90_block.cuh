@@ -20,8 +20,8 @@ MOK_DEVICE void end_block(const ptx::WaitLimits& limits, bool is_expired) {
 }
 
 /// A kernel's whole block, from its start to its end. Each role is a function that the whole warp calls,
-/// `loader` one thread of it; it returns whether a wait has expired. `consumer` takes the index of the
-/// consumer warp.
+/// `loader` one thread of it; it returns whether a wait has expired, and in either case once no copy that it
+/// has started uses shared memory any more. `consumer` takes the index of the consumer warp.
 template <typename Loader, typename Scheduler, typename Store, typename Pull, typename Consumer>
 MOK_DEVICE void run_block(const Shared& shared, const ptx::WaitLimits& limits, const Loader& loader,
                           const Scheduler& scheduler, const Store& store, const Pull& pull,

@@ -47,7 +47,7 @@ struct StageFiller {
     /// The next stage is free and expects `bytes` on full(); false when the time is up.
     MOK_DEVICE bool begin_stage(uint32_t bytes) {
         if (until_claim-- == 0) ptx::mbar_arrive(shared.claim());
-        if (!ptx::mbar_wait(shared.stage_empty(cursor.slot), cursor.parity ^ 1, deadline)) return false;
+        if (!wait_stage_free(shared, cursor, deadline)) return false;
         if (bytes > 0) {
             ptx::mbar_arrive_expect(full(), bytes);
         } else {

@@ -16,6 +16,24 @@ inline constexpr int32_t kClaimAheadSteps = 8;
 inline constexpr int32_t kEarlySteps = 8;
 static_assert(kEarlySteps >= static_cast<int32_t>(kStages));
 
+/// The loader waits for its next stage: the last load into it has landed and its readers are done. The first
+/// says nothing new unless somebody has given up: then consumers free stages that they have not seen full,
+/// and the barrier of a load in flight must not be armed again.
+MOK_DEVICE bool wait_stage_free(const Shared& shared, const StageCursor& cursor, ptx::Deadline& deadline) {
+    return ptx::mbar_wait_both(shared.stage_full(cursor.slot), shared.stage_empty(cursor.slot),
+                               cursor.parity ^ 1, deadline);
+}
+
+/// The loader at its end, `cursor` at its next stage: what it has loaded lands before the block leaves, whose
+/// memory is another block's then. On the way of a call that nobody ends the consumers wait for the same.
+MOK_DEVICE void wait_stages_landed(const Shared& shared, StageCursor cursor, ptx::Deadline& deadline) {
+#pragma unroll 1
+    for (uint32_t i = 0; i < kStages; ++i) {  // at once where a stage has not been loaded yet
+        ptx::mbar_wait_landed(shared.stage_full(cursor.slot), cursor.parity ^ 1, deadline);
+        cursor.next();
+    }
+}
+
 /// Where a tile's operands come from.
 struct TileOperands {
     const ptx::TensorMap* a;  // [rows, K], boxes of 64 rows
@@ -55,6 +73,15 @@ MOK_DEVICE int32_t begin_first_tile(const Shared& shared, const TileOperands& ti
     return in_stages;
 }
 
+/// The loader where the first tile does not come after all: the arrivals that load_tile would have made.
+MOK_DEVICE void abandon_first_tile(const Shared& shared, StageCursor& cursor, int32_t early_steps) {
+#pragma unroll 1
+    for (int32_t step = 0; step < early_steps; ++step) {
+        ptx::mbar_arrive(shared.stage_full(cursor.slot));
+        cursor.next();
+    }
+}
+
 /// One thread of the loader: all stages of a tile, but B of the first `early_steps`, which begin_first_tile
 /// has loaded. False when the time is up.
 MOK_DEVICE bool load_tile(const Shared& shared, StageCursor& cursor, const TileOperands& tile,
@@ -63,7 +90,7 @@ MOK_DEVICE bool load_tile(const Shared& shared, StageCursor& cursor, const TileO
     const uint32_t a_bytes = tile.a_parts * kRowBoxBytes;
     for (int32_t step = 0; step < tile.k_steps; ++step) {
         if (step == claim_step) ptx::mbar_arrive(shared.claim());
-        if (!ptx::mbar_wait(shared.stage_empty(cursor.slot), cursor.parity ^ 1, deadline)) return false;
+        if (!wait_stage_free(shared, cursor, deadline)) return false;
         const uint32_t full = shared.stage_full(cursor.slot);
         const int32_t k = step * static_cast<int32_t>(kTileK);
         const bool has_b = step < early_steps;

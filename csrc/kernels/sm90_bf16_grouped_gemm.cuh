@@ -116,6 +116,7 @@ MOK_DEVICE bool run_loader(const GroupedGemmParams& params, const Shared& shared
                                     params.k_steps};
         if (!load_tile(shared, stages, operands, deadline)) break;
     }
+    wait_stages_landed(shared, stages, deadline);
     return deadline.expired;
 }
 

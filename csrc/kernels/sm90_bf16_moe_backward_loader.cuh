@@ -215,6 +215,7 @@ MOK_DEVICE bool run_loader(const MoeBackwardParams& params, const Shared& shared
         filler.begin_task(stages_of(task));
         if (!load_task(params, filler, task)) break;
     }
+    wait_stages_landed(shared, filler.cursor, deadline);
     return deadline.expired;
 }
 

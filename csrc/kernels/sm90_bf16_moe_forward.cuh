@@ -21,7 +21,7 @@
 // after kGateUp, h after kHiddenRead. y: bulk stores, wait_group, fence.acq_rel.sys at the end; the barrier
 // kernel behind this one releases them to the home ranks. Nothing waits for a peer; tasks and pulls are
 // claimed in order, so any number of resident blocks finishes (docs/schedule.md). A wait that expires ends
-// all roles, and the block traps after they have met.
+// all roles; each waits for the copies that it has started, and the block traps after they have met.
 #pragma once
 
 #include "csrc/gemm/sm90_block.cuh"

@@ -16,6 +16,8 @@
 namespace mok::moe_detail {
 
 inline constexpr uint32_t kNoRow = 0xffffffffu;
+/// Bits of Puller::slots, shifted by the slot.
+inline constexpr uint32_t kPullParity = 1, kPullInFlight = 1 << kPullSlots;
 
 /// Where the rows of an element go.
 enum class PullTarget : uint32_t { kRingX, kRingDout, kSavedX };
@@ -60,9 +62,9 @@ struct Puller {
     uint32_t lane;
     uint32_t grain;  // elements of a claim
     ptx::Deadline deadline;
-    uint32_t parities = 0;  // bit i: of slot i's barrier
-    PerSlot rows;           // this lane's row of the element in each slot
-    PerSlot unsignalled;    // counters of stores whose signals are due
+    uint32_t slots = 0;   // kPullParity: of the slot's barrier; kPullInFlight: its load is not waited for yet
+    PerSlot rows;         // this lane's row of the element in each slot
+    PerSlot unsignalled;  // counters of stores whose signals are due
     int32_t run_hint = 0;
 
     MOK_DEVICE Puller(const MoeCallParams& params_in, const Shared& shared_in)
@@ -133,9 +135,11 @@ struct Puller {
         }
     }
 
-    /// Starts the load of one element into its slot, which nothing reads any more.
+    /// Starts the load of one element into its slot, which nothing reads any more. Nothing where the warp has
+    /// given up: the slot may still be in use.
     MOK_DEVICE void load(const PullBatch& batch, uint32_t slot) {
-        if (slot >= batch.count) return;
+        if (slot >= batch.count || deadline.expired) return;
+        slots |= kPullInFlight << slot;
         const uint32_t bytes = ptx::shuffle(batch.bytes, slot);
         const uint64_t source = ptx::shuffle(reinterpret_cast<uint64_t>(batch.source), slot);
         const int32_t first_row = ptx::shuffle(batch.first_row, slot);
@@ -207,6 +211,7 @@ struct Puller {
         signal<0>();
         deadline.place = static_cast<uint32_t>(WaitPlace::kPullSlot);
         if (is_short) ptx::wait_reached_acquire_gpu(counter, target, deadline);
+        if (ptx::any_lane(deadline.expired)) deadline.expired = true;  // lanes leave together
         deadline.place = static_cast<uint32_t>(WaitPlace::kPullLoad);
     }
 
@@ -235,10 +240,10 @@ struct Puller {
         const uint32_t offset = ptx::shuffle(batch.offset, slot), bytes = ptx::shuffle(batch.bytes, slot);
         const int32_t num_rows = ptx::shuffle(batch.num_rows, slot);
         const int32_t first_row = ptx::shuffle(batch.first_row, slot);
-        ptx::mbar_wait(shared.pulled(slot), parities >> slot & 1, deadline);
+        ptx::mbar_wait(shared.pulled(slot), slots >> slot & kPullParity, deadline);
         if (ptx::any_lane(deadline.expired)) deadline.expired = true;
         if (deadline.expired) return;
-        parities ^= 1u << slot;
+        slots ^= (kPullInFlight | kPullParity) << slot;
         uint32_t row = rows.get(slot), counter = kNoRow;
         for (int32_t first = 0;;) {
             counter = store_row(row, target, shared.pull(slot), offset, bytes);
@@ -255,6 +260,17 @@ struct Puller {
         unsignalled.set(slot, counter);
         ptx::bulk_wait_read<1>();
         ptx::sync_warp();
+    }
+
+    /// The warp has given up: what it has started ends before the block leaves, whose memory is another
+    /// block's then.
+    MOK_DEVICE void wait_for_copies() {
+#pragma unroll 1
+        for (uint32_t slot = 0; slot < kPullSlots; ++slot) {
+            if ((slots >> slot & kPullInFlight) == 0) continue;
+            ptx::mbar_wait_landed(shared.pulled(slot), slots >> slot & kPullParity, deadline);
+        }
+        ptx::bulk_wait_read<0>();
     }
 };
 
@@ -299,7 +315,11 @@ MOK_DEVICE bool run_pull_warp(const MoeCallParams& params, const Shared& shared)
         }
         batch = next;
     }
-    if (!puller.deadline.expired) puller.template signal<0>();
+    if (puller.deadline.expired) {
+        puller.wait_for_copies();
+    } else {
+        puller.template signal<0>();
+    }
     return puller.deadline.expired;
 }
 

@@ -121,9 +121,12 @@ MOK_DEVICE bool run_loader(const MoeForwardParams& params, const Shared& shared)
         free_task(shared, cursor);
         // Rows that other blocks stored, as the scheduler has acquired; TMA reads them by another proxy.
         ptx::fence_proxy_async_global();
-        if (!load_tile(shared, stages, operands_of(params, task), deadline, early_steps)) break;
+        const bool in_time = load_tile(shared, stages, operands_of(params, task), deadline, early_steps);
         early_steps = 0;
+        if (!in_time) break;
     }
+    abandon_first_tile(shared, stages, early_steps);
+    wait_stages_landed(shared, stages, deadline);
     return deadline.expired;
 }
 

@@ -10,7 +10,7 @@ from tests.emu._emulator import ROOT
 DEVICE, HOST = ROOT / "csrc/ptx/device", ROOT / "csrc/ptx/host"
 NAMES = sorted(path.stem for path in DEVICE.glob("*.cuh"))
 SITE = "Site site = Site::current()"  # what every host wrapper may have besides
-NO_WRAPPERS = {"bool give_up"}  # a step of the device's waits
+NO_WRAPPERS = {"bool give_up", "bool is_time_up"}  # steps of the device's waits
 
 
 def balanced(text: str, begin: int) -> str:

@@ -102,6 +102,9 @@ BACKWARD_LAYERS = (
 NOT_NOTICED = {
     ("gemm/sm90_block.cuh", "sync_block_or(is_expired)"): "runs only where a wait has expired",
     ("gemm/sm90_task.cuh", "named_barrier_sync("): "decides only where a wait has expired",
+    ("gemm/sm90_mainloop.cuh", "mbar_wait_landed("): (
+        "the consumers wait for the same, unless one has given up: tests/emu/test_ended.py"
+    ),
     ("gemm/sm90_task.cuh", "mbar_wait(shared.task_empty"): (
         "the scheduler claims when the loader is near a task's end, so four slots are never full; "
         "it holds whatever the loader's pace"

@@ -26,6 +26,11 @@ struct Deadline {
             expired = true;
             return true;
         }
+        return is_time_up(begin, expected, seen);
+    }
+
+    /// The same of a wait that others' ends do not end.
+    MOK_DEVICE bool is_time_up(uint64_t begin, uint64_t expected, uint64_t seen) {
         const uint64_t waited = timer_ns() - begin;
         if (waited <= limits.limit_ns) return false;
         expired = timed_out = true;

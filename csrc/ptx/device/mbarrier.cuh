@@ -109,6 +109,22 @@ MOK_DEVICE bool mbar_wait_acquire_cluster(uint32_t barrier, uint32_t parity, Dea
     return wait_until(deadline, parity, [&](uint64_t&) { return mbar_try_acquire_cluster(barrier, parity); });
 }
 
+/// Waits for the phases of this parity of two barriers; false when the time is up (sm_90).
+MOK_DEVICE bool mbar_wait_both(uint32_t barrier_0, uint32_t barrier_1, uint32_t parity, Deadline& deadline) {
+    return wait_until(deadline, parity,
+                      [&](uint64_t&) { return mbar_try(barrier_0, parity) && mbar_try(barrier_1, parity); });
+}
+
+/// Waits for a phase that copies complete by themselves, whether or not the kernel's other waits have ended:
+/// who has loaded into the block's memory stays until the load has landed. Traps when the time is up, because
+/// the memory is the next block's once this one has left (sm_90).
+MOK_DEVICE void mbar_wait_landed(uint32_t barrier, uint32_t parity, Deadline& deadline) {
+    const uint64_t begin = timer_ns();
+    while (!mbar_try(barrier, parity)) {
+        if (deadline.is_time_up(begin, parity, 0)) trap();
+    }
+}
+
 /// A whole warp waits for either of two phases: bit 0 for the first barrier, bit 1 for the second, set where
 /// all lanes have seen it; 0 when the time is up (sm_80).
 MOK_DEVICE uint32_t mbar_wait_any(uint32_t barrier_0, uint32_t parity_0, uint32_t barrier_1,

@@ -28,6 +28,11 @@ struct Deadline {
     /// The slow path of a wait that began at `begin`: whether to give up.
     bool give_up(uint64_t begin, uint64_t expected, uint64_t seen) {
         if (have_others_expired()) return true;
+        return is_time_up(begin, expected, seen);
+    }
+
+    /// The same of a wait that others' ends do not end.
+    bool is_time_up(uint64_t begin, uint64_t expected, uint64_t seen) {
         const uint64_t waited = timer_ns() - begin;
         if (waited <= limits.limit_ns) return false;
         expired = timed_out = true;

@@ -109,6 +109,26 @@ MOK_DEVICE bool mbar_wait_acquire_cluster(uint32_t barrier, uint32_t parity, Dea
                                  site);
 }
 
+/// Waits for the phases of this parity of two barriers; false when the time is up.
+MOK_DEVICE bool mbar_wait_both(uint32_t barrier_0, uint32_t barrier_1, uint32_t parity, Deadline& deadline,
+                               Site site = Site::current()) {
+    if (emu::is_left_out("mbar_wait_both", site)) return true;
+    return mbarrier_detail::wait("mbar_wait_both", barrier_0, parity, emu::Scope::kBlock, deadline, site) &&
+           mbarrier_detail::wait("mbar_wait_both", barrier_1, parity, emu::Scope::kBlock, deadline, site);
+}
+
+/// Waits for a phase that copies complete by themselves, whether or not other waits have ended.
+MOK_DEVICE void mbar_wait_landed(uint32_t barrier, uint32_t parity, Deadline& deadline,
+                                 Site site = Site::current()) {
+    if (emu::is_left_out("mbar_wait_landed", site)) return;
+    emu::begin_wait("mbar_wait_landed", site);
+    const uint64_t begin = timer_ns();
+    while (!emu::mbarrier_test(barrier, parity, emu::Scope::kBlock)) {
+        const emu::Wake wake = emu::mbarrier_sleep(barrier, parity, deadline.end_ns(begin));
+        if (wake == emu::Wake::kTimeUp && deadline.is_time_up(begin, parity, 0)) trap();
+    }
+}
+
 /// A whole warp waits for either of two phases; 0 when the time is up.
 MOK_DEVICE uint32_t mbar_wait_any(uint32_t barrier_0, uint32_t parity_0, uint32_t barrier_1,
                                   uint32_t parity_1, Deadline& deadline, Site site = Site::current()) {
