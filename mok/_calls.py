@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mok import _workspace
+from mok._group import is_registered
 from mok.shapes import LayerSettings
 
 
@@ -82,7 +83,7 @@ def settings_of(key: tuple | None, group: dist.ProcessGroup | None) -> LayerSett
     name = known.settings.workspace
     if name in _workspace.closed_names or name in _workspace.failures:
         return None
-    if known.group is not None and known.group() is not group:
+    if known.group is not None and (known.group() is not group or not is_registered(group)):
         return None
     return known.settings
 

@@ -52,6 +52,14 @@ def resolve_group(group_name: str) -> dist.ProcessGroup:
         ) from error
 
 
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether the group is still one of this process: neither destroyed nor one of another job."""
+    try:
+        return _resolve_process_group(group.group_name) is group
+    except (RuntimeError, ValueError):
+        return False
+
+
 @run_at_trace_time
 def agreed_max_tokens(layer_key: str) -> int | None:
     """What `agree_max_tokens` found for this layer, or None."""

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 os.environ.setdefault("MOK_POISON", "1")  # the executor's scratch is NaN at the start of every call
 
@@ -352,3 +353,20 @@ def test_a_forked_child_may_use_layers_of_one_rank_only():
     """A data loader's worker, say: the windows of the group are not its own."""
     works, is_refused = 0, 2
     assert run_ranks(2, in_a_forked_child) == [[works, is_refused]] * 2
+
+
+def in_a_destroyed_group(rank, group):
+    """What the third of three equal calls raises, once the group was destroyed between them."""
+    tensors, ids_TK, options = arguments(rank, group)
+    own = dist.new_group(backend="gloo")
+    options["group"] = own
+    for _ in range(2):
+        call(mok.moe, tensors, ids_TK, **options)
+    dist.destroy_process_group(own)
+    return outcome(lambda: call(mok.moe, tensors, ids_TK, **options))
+
+
+def test_a_destroyed_group_is_refused_by_equal_calls_too():
+    for kind, text, _ in run_ranks_fresh(2, in_a_destroyed_group):
+        assert kind == "ValueError"
+        assert "no process group named" in text
