@@ -325,7 +325,7 @@ def test_a_nan_of_one_rank_is_in_the_norm_of_all(where, norm_type):
 
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, -INFINITY, float("nan")])
 def test_orders_that_are_no_norm_are_refused(norm_type):
-    with pytest.raises(ValueError, match="norm_type is .*: it must be positive"):
+    with pytest.raises(ValueError, match=r"norm_type is .*: it must be positive"):
         mok.clip_grad_norm_(Model(None), 1.0, norm_type)
 
 
