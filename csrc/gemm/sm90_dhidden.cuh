@@ -1,7 +1,7 @@
 // The epilogue of a dhidden tile, a chunk of 64 columns at a time: from the accumulators a and the chunk's
 // gate and up come
 //   dg = rn(w a dp/dg), du = rn(w a dp/du), in place of gate and up; h' = rn(w p); sum over the chunk of p a
-// About 20 instructions an element (docs/performance/backward.md): nothing here waits but for the chunk's stage.
+// About 20 instructions an element (docs/performance/backward.md). Nothing waits but for the chunk's stage.
 #pragma once
 
 #include "csrc/gemm/activation_backward.cuh"

@@ -118,7 +118,7 @@ MOK_DEVICE uint32_t most_blocks() {
 }
 
 /// Blocks that share the work: a round for each warp while there are multiprocessors (a round on all warps of
-/// one costs about as much as a grid barrier, docs/performance/groundwork.md), but at most so many that summing
+/// one costs about as much as a grid barrier, docs/performance), but at most so many that summing
 /// everyone's totals (blocks x experts words each) stays cheaper than the rounds; a warp for every two tiles,
 /// guessed from the slots as if routes were spread evenly; and a warp for each rank.
 MOK_DEVICE uint32_t wanted_blocks(const Block& block, uint32_t slots, uint32_t rounds) {
