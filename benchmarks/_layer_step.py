@@ -16,6 +16,7 @@ from mok.simulation import routing_ids
 
 BF16 = torch.bfloat16
 STAGE_CALLS = 5
+NOTHING_BESIDE = {"rel_error": None, "stages": {}, "report": None}  # of look_beside
 REL_ERROR = 2e-2  # of BF16 layers that sum in other orders, far below any mistake
 
 
@@ -78,6 +79,8 @@ class Step:
     def forward_of(self, x: torch.Tensor, grad: bool, backend: str | None = None) -> torch.Tensor:
         case, ranks = self.case, self.ranks
         backend = case.backend if backend is None else backend
+        if backend == "auto" and ranks.device == "cuda":
+            backend = "megakernel"  # where GPUs do not reach each other, no other backend's times
         with torch.set_grad_enabled(grad):
             return mok.moe(
                 x,
@@ -119,13 +122,16 @@ class Step:
 
         return call
 
-    def check(self) -> float | None:
-        """Equal bits twice; relative error of out against torch's products, where they can run."""
+    def check_bits(self) -> None:
         out = self.forward_of(self.x, grad=False)
         assert torch.isfinite(out).all()
         assert torch.equal(out, self.forward_of(self.x, grad=False))
+
+    def error(self) -> float | None:
+        """Relative, of out against torch's products, where they can run."""
         if self.case.backend == "collective" or not self.ranks.can_collect:
             return None
+        out = self.forward_of(self.x, grad=False)
         other = self.forward_of(self.x, grad=False, backend="collective")
         error = ((out - other).float().norm() / other.float().norm()).item()
         assert error < REL_ERROR, f"{self.case.name}: {error} from torch's products"
@@ -164,13 +170,13 @@ class Step:
         return found
 
 
-def measure(ranks: Ranks, case: LayerCase, trace: str | None, stages: bool) -> dict:
-    """This rank's "times" (by pass and clock, seconds of each call), "floors" by pass, "rel_error",
-    "memory", "stages" (by direction and stage, seconds of each call) and "report"."""
+def measure(ranks: Ranks, case: LayerCase) -> dict:
+    """This rank's "times" (by pass and clock, seconds of each call), "floors" (by pass), "memory"."""
     clocks = _gpu_timing.TINY if case.tiny else _gpu_timing.FULL
     step = Step(case, ranks)
     ids_by_rank = ranks.gather(step.ids.cpu())
-    result = {"rel_error": step.check(), "memory": step.memory() if case.memory else None}
+    step.check_bits()
+    result = {"memory": step.memory() if case.memory else None}
     result["floors"] = {what: floors(case, what, ids_by_rank) for what in case.passes}
     result["times"] = {}
     for what in case.passes:
@@ -182,8 +188,16 @@ def measure(ranks: Ranks, case: LayerCase, trace: str | None, stages: bool) -> d
             align=ranks.align,
             agree=ranks.agree,
         )
-    step.clear()
-    result |= {"stages": {}, "report": None}
+    del step
+    _clean_up(ranks)
+    return result
+
+
+def look_beside(ranks: Ranks, case: LayerCase, trace: str | None, stages: bool) -> dict:
+    """What is not timed: this rank's "rel_error", "stages" (by direction and stage, seconds of each
+    traced call) and "report" of the time line."""
+    step = Step(case, ranks)
+    result = dict(NOTHING_BESIDE, rel_error=step.error())
     if ranks.device == "cuda" and case.backend != "collective":
         if stages:
             result["stages"] = _stages(_traced(step, case.passes[-1], None, STAGE_CALLS))
@@ -191,13 +205,17 @@ def measure(ranks: Ranks, case: LayerCase, trace: str | None, stages: bool) -> d
             calls = _traced(step, case.passes[-1], Path(trace), 1)
             result["report"] = "\n".join(str(each) for each in calls)
     del step
+    _clean_up(ranks)
+    return result
+
+
+def _clean_up(ranks: Ranks) -> None:
     if ranks.device == "cuda":
         torch.cuda.synchronize()
     for opened in workspace.all_open():
         opened.close()
     if ranks.device == "cuda":
         torch.cuda.empty_cache()
-    return result
 
 
 def _traced(step: Step, what: str, path: Path | None, repeats: int) -> list:

@@ -9,12 +9,13 @@ with them, "backward" alone through autograd, and both. Each call's time is that
 rank; shown is the median. benchmarks/_gpu_timing.py says what burst, burst3 and sustained are.
 Beside each: the floor (the largest of the matrix rate that the experiment reached, 335 GB/s of
 NVLink in each direction, and the weights through HBM; on the most loaded rank) and the issue's
-target. Every case first gives equal bits twice and agrees with torch's products.
+target. Every case first gives equal bits twice; in a job of its own it agrees with torch's
+products.
 
 --only picks cases whose name contains one of the comma-separated texts; --stages adds the times of
 preparation, kernel, barrier and sum of a case's last pass, from calls traced beside; --trace writes
-time lines of the named cases (FOLDER/trace-...). With --budget, cases that would start later are
-left out.
+time lines of the named cases (FOLDER/trace-...), and nothing else with --only-traced. With
+--budget, cases that would start later are left out.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from benchmarks._gpu_timing import slowest
 from benchmarks._layer_cases import PRODUCTS, LayerCase, layer_cases
-from benchmarks._layer_step import measure
+from benchmarks._layer_step import NOTHING_BESIDE, look_beside, measure
 from benchmarks._ranks import add_arguments, describe_ranks, is_shared, run_on_ranks, settle
 from benchmarks._timing import RESULTS, statistics_ms, write_results
 from tests._harness import RankError, RankTimeoutError, close_pools
@@ -138,23 +139,33 @@ def describe_targets(records: list[dict]) -> str:
     return text + (f", missed by {', '.join(missed)}" if missed else "")
 
 
-def run_case(case: LayerCase, arguments, trace: str | None) -> list[dict]:
-    """A case that fails is named and ends nothing else."""
+def run_job(case: LayerCase, arguments, job, *options) -> list[dict] | None:
+    """The results by rank. A job that fails is named and ends nothing else."""
     try:
-        by_rank = run_on_ranks(
-            arguments.ranks,
-            measure,
-            arguments.device,
-            case,
-            trace,
-            arguments.stages,
-            timeout=CASE_SECONDS,
+        return run_on_ranks(
+            arguments.ranks, job, arguments.device, case, *options, timeout=CASE_SECONDS
         )
     except (RankError, RankTimeoutError) as error:
-        print(f"{case.name:24} FAILED: {error}", flush=True)
-        return []
-    records = records_of(case, arguments.ranks, arguments.device, by_rank)
-    for rank, result in enumerate(by_rank):
+        print(f"{case.name:24} FAILED in {job.__name__}: {error}", flush=True)
+        return None
+
+
+def run_case(case: LayerCase, arguments, trace: str | None) -> list[dict] | None:
+    """Records of its times, whatever becomes of what is looked at beside; None if it failed."""
+    times = [] if arguments.only_traced else run_job(case, arguments, measure)
+    if times is None:
+        return None
+    beside = None
+    if not arguments.failed_beside:
+        beside = run_job(case, arguments, look_beside, trace, arguments.stages)
+        # Each failure costs new processes; what one case shows, the others would show too.
+        arguments.failed_beside = beside is None
+    beside = beside or [NOTHING_BESIDE] * arguments.ranks
+    records = []
+    if times:
+        by_rank = [one | other for one, other in zip(times, beside, strict=True)]
+        records = records_of(case, arguments.ranks, arguments.device, by_rank)
+    for rank, result in enumerate(beside):
         if result["report"] is not None:
             print(f"  time line of rank {rank}: {result['report']}", flush=True)
     return records
@@ -166,10 +177,11 @@ def main() -> int:
     parser.add_argument("--only", default="", help="texts of which a case's name has one")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--trace", default="", help="names of cases")
-    parser.add_argument("--only-traced", action="store_true", help="only the cases of --trace")
+    parser.add_argument("--only-traced", action="store_true", help="only time lines")
     parser.add_argument("--stages", action="store_true", help="also the stages of traced calls")
     add_arguments(parser, ranks=1)
     arguments = parser.parse_args()
+    arguments.failed_beside = False
     if not settle(arguments, "moe_layer"):
         return 0
     texts = [text for text in arguments.only.split(",") if text]
@@ -196,15 +208,17 @@ def main() -> int:
         if case.name in traced:
             trace = str(arguments.out / f"trace-{case.name.replace(' ', '-').replace('=', '')}")
         found = run_case(case, arguments, trace)
-        failed += not found
-        records += found
-        # After every case: who stops this keeps what there is.
-        path = write_results(f"moe-layer-ep{arguments.ranks}", records, arguments.out)
+        failed += found is None
+        if found:
+            records += found
+            # After every case: who stops this keeps what there is.
+            path = write_results(f"moe-layer-ep{arguments.ranks}", records, arguments.out)
     close_pools()
     if records:
         print(path)
-    print(describe_targets(records) + f"; {failed} case(s) failed")
-    return 1 if failed else 0
+    beside = ", and what is looked at beside" if arguments.failed_beside else ""
+    print(describe_targets(records) + f"; {failed} case(s) failed{beside}")
+    return 1 if failed or arguments.failed_beside else 0
 
 
 if __name__ == "__main__":

@@ -236,7 +236,8 @@ def write_chrome_trace(
             {"ph": "M", "pid": rank, "tid": lane, "name": "thread_name", "args": {"name": name}}
         )
     with open(path, "w", encoding="utf-8") as file:
-        json.dump({"traceEvents": events, "displayTimeUnit": "ns"}, file)
+        # Encoded at once: json.dump to a file encodes in Python, several times slower.
+        file.write(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
 
 def draw_timeline(timeline: Sequence[TimelineEntry], path: str | os.PathLike) -> None:

@@ -22,9 +22,9 @@ from tools.join_results import join
 def run(tmp_path, monkeypatch, capsys):
     """Runs a benchmark's main with arguments; what it prints, and its records."""
 
-    def call(main, *arguments: str) -> tuple[str, list[dict]]:
+    def call(main, *arguments: str, status: int = 0) -> tuple[str, list[dict]]:
         monkeypatch.setattr(sys, "argv", ["benchmark", "--out", str(tmp_path), *arguments])
-        assert not main()
+        assert (main() or 0) == status
         files = list(tmp_path.glob("*.json"))
         records = json.loads(files[0].read_text())["records"] if files else []
         return capsys.readouterr().out, records
@@ -55,6 +55,18 @@ def test_layer_calls_of_two_ranks(run):
         assert (record["rel_error"] is not None) == is_ours
     kept = [r["settings"]["memory"] for r in records if r["shape"] == "A save=none"]
     assert {"documented": 0} in kept
+
+
+def fail(ranks, case, trace, stages):
+    raise RuntimeError("beside")
+
+
+def test_times_are_kept_where_what_is_beside_them_fails(run, monkeypatch):
+    monkeypatch.setattr(moe_layer, "look_beside", fail)
+    out, records = run(moe_layer.main, *DRY, "--only", "A T=256", status=1)
+    assert {record["shape"] for record in records} == {"A T=256 inference", "A T=256"}
+    assert {record["rel_error"] for record in records} == {None}
+    assert out.count("FAILED in fail") == 1  # the second case does not try
 
 
 def test_a_layer_call_of_one_rank(run):

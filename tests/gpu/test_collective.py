@@ -63,4 +63,4 @@ def nccl_job(rank, group, tokens_per_rank):
 def test_two_gpus_over_nccl(tokens_per_rank):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    run_ranks_fresh(2, nccl_job, tokens_per_rank, timeout=180)
+    run_ranks_fresh(2, nccl_job, tokens_per_rank, timeout=60)
