@@ -24,7 +24,7 @@ from mok._workspace import failures as _failed
 from mok._workspace import lock as _lock
 from mok._workspace import open_workspaces as _open
 from mok._workspace import specs as _specs
-from mok.errors import PeerAbortedError, PeerTimeoutError, WorkspaceClosedError
+from mok.errors import PeerAbortedError, WorkspaceClosedError
 
 # Address space only: memory is taken as tensors are allocated.
 _HOST_ARENA_BYTES = 1 << 30
@@ -177,7 +177,7 @@ def abort(name: str, reason: str) -> None:
         if workspace is None:
             _rendezvous.abort(spec.group, spec.settings(), reason)
             return
-    with contextlib.suppress(PeerAbortedError, PeerTimeoutError, WorkspaceClosedError):
+    with contextlib.suppress(RuntimeError):  # ended, closed, or its GPU is lost
         workspace._core.abort(reason, _current_stream(spec.device))
 
 

@@ -100,29 +100,34 @@ int64_t device_backward_bytes(const schedule::ScheduleShape& shape, const PlanSh
     return place(shape, plan, nullptr, unplaced);
 }
 
-void device_backward(Workspace& workspace, const DeviceBackward& backward, void* stream) {
-    DeviceCall call(workspace, stream);
-    call.check(backward.header);
-    const Preparation preparation = layer_preparation(workspace, backward.header, !backward.accumulate);
-    const int64_t prepared_bytes =
-        round_up(call.preparation_memory(preparation, backward.header, backward.tensors), kAlign);
-    char* memory = call.scratch(prepared_bytes + device_backward_bytes(preparation.shape, preparation.plan));
+DeviceBackwardRun::DeviceBackwardRun(Workspace& workspace, const DeviceBackward& backward, void* stream)
+    : workspace_(workspace), backward_(backward), call_(workspace, stream) {
+    call_.check(backward.header);
+    preparation_ = layer_preparation(workspace, backward.header, !backward.accumulate);
+    prepared_bytes_ =
+        round_up(call_.preparation_memory(preparation_, backward.header, backward.tensors), kAlign);
+    memory_ = call_.scratch(prepared_bytes_ + device_backward_bytes(preparation_.shape, preparation_.plan));
+}
 
-    const TracedLaunch trace(workspace, backward.header, preparation, stream);
+void DeviceBackwardRun::launch() {
+    const DeviceBackward& backward = backward_;
+    const Preparation& preparation = preparation_;
+    void* stream = call_.stream();
+    const TracedLaunch trace(workspace_, backward.header, preparation, stream);
     MoeBackward kernel{};
-    place(preparation.shape, preparation.plan, memory + prepared_bytes, kernel);
+    place(preparation.shape, preparation.plan, memory_ + prepared_bytes_, kernel);
     set_tensors(backward, kernel);
     const int64_t routes = backward.header.num_tokens * backward.header.top_k;
     float* window_grads = nullptr;  // of several ranks
-    if (workspace.num_ranks() == 1) {
+    if (workspace_.num_ranks() == 1) {
         kernel.weights = backward.topk_weights;
         kernel.home_weight_grads = backward.topk_weight_grads;
     } else {
-        const PeerGroup& group = call.group();
-        float* weights = reinterpret_cast<float*>(group.window + workspace.layout.weights);
-        window_grads = reinterpret_cast<float*>(group.window + workspace.layout.dweights);
+        const PeerGroup& group = call_.group();
+        float* weights = reinterpret_cast<float*>(group.window + workspace_.layout.weights);
+        window_grads = reinterpret_cast<float*>(group.window + workspace_.layout.dweights);
         kernel.weights = weights;
-        kernel.home_rows = group.window + workspace.layout.rows;
+        kernel.home_rows = group.window + workspace_.layout.rows;
         kernel.home_weight_grads = window_grads;
         kernel.window_stride = group.stride;
         copy_floats(weights, backward.topk_weights, routes, stream);
@@ -132,18 +137,18 @@ void device_backward(Workspace& workspace, const DeviceBackward& backward, void*
     if (wants_weights) zero_floats(kernel.home_weight_grads, routes, stream);
 
     kernel.shape = preparation.shape;
-    kernel.call = call.prepare(preparation, backward.header, backward.tensors, memory);
-    kernel.x = call.own_x().data;
-    kernel.x_stride = call.own_x().stride;
-    kernel.dout = call.own_dout().data;
-    kernel.dout_stride = call.own_dout().stride;
-    kernel.rank = workspace.rank();
-    kernel.limits = call.limits();
+    kernel.call = call_.prepare(preparation, backward.header, backward.tensors, memory_);
+    kernel.x = call_.own_x().data;
+    kernel.x_stride = call_.own_x().stride;
+    kernel.dout = call_.own_dout().data;
+    kernel.dout_stride = call_.own_dout().stride;
+    kernel.rank = workspace_.rank();
+    kernel.limits = call_.limits();
     kernel.spans = trace.spans();
     trace.stamp(CallMoment::kPrepared);
     launch_sm90_bf16_moe_backward(kernel, stream);
     trace.stamp(CallMoment::kComputed, &kernel.call);
-    call.meet_outputs();
+    call_.meet_outputs();
     trace.stamp(CallMoment::kMet);
 
     if (wants_weights && window_grads != nullptr) {

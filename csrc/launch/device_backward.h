@@ -36,9 +36,23 @@ struct DeviceBackward {
     bool accumulate;
 };
 
-/// On `stream` (a cudaStream_t); returns at once, and is right under graph capture once a call with the same
-/// sizes has run. Throws std::invalid_argument, CudaError, and what has ended the workspace.
-void device_backward(Workspace& workspace, const DeviceBackward& backward, void* stream);
+/// A backward on `stream` (a cudaStream_t), in two steps as DeviceForwardRun, which has the errors. Right
+/// under graph capture once a call with the same sizes has run.
+class DeviceBackwardRun {
+  public:
+    DeviceBackwardRun(Workspace& workspace, const DeviceBackward& backward, void* stream);
+
+    /// Once; returns when all is in the stream. Throws CudaError.
+    void launch();
+
+  private:
+    Workspace& workspace_;
+    const DeviceBackward backward_;
+    DeviceCall call_;
+    Preparation preparation_{};
+    int64_t prepared_bytes_ = 0;
+    char* memory_ = nullptr;
+};
 
 /// Temporary device memory of such a call besides the preparation's, in bytes.
 int64_t device_backward_bytes(const schedule::ScheduleShape& shape, const PlanShape& plan);

@@ -48,29 +48,35 @@ int64_t device_forward_bytes(const Preparation& preparation) {
     return place(preparation, nullptr, unplaced);
 }
 
-void device_forward(Workspace& workspace, const DeviceForward& forward, void* stream) {
-    DeviceCall call(workspace, stream);
-    call.check(forward.header);
+DeviceForwardRun::DeviceForwardRun(Workspace& workspace, const DeviceForward& forward, void* stream)
+    : workspace_(workspace), forward_(forward), call_(workspace, stream) {
+    call_.check(forward.header);
     if (workspace.num_ranks() == 1 && forward.header.num_tokens == 0) return;
-    const Preparation preparation = layer_preparation(workspace, forward.header, false);
-    check_context(forward, preparation);
-    const int64_t prepared_bytes =
-        round_up<int64_t>(call.preparation_memory(preparation, forward.header, forward.tensors), 256);
-    char* memory = call.scratch(prepared_bytes + device_forward_bytes(preparation));
+    preparation_ = layer_preparation(workspace, forward.header, false);
+    check_context(forward, preparation_);
+    prepared_bytes_ =
+        round_up<int64_t>(call_.preparation_memory(preparation_, forward.header, forward.tensors), 256);
+    memory_ = call_.scratch(prepared_bytes_ + device_forward_bytes(preparation_));
+}
 
-    const TracedLaunch trace(workspace, forward.header, preparation, stream);
+void DeviceForwardRun::launch() {
+    if (memory_ == nullptr) return;
+    const DeviceForward& forward = forward_;
+    const Preparation& preparation = preparation_;
+    void* stream = call_.stream();
+    const TracedLaunch trace(workspace_, forward.header, preparation, stream);
     MoeForward kernel{};
-    place(preparation, memory + prepared_bytes, kernel);
-    if (workspace.num_ranks() > 1) {
-        kernel.home_rows = call.group().window + workspace.layout.rows;
-        kernel.window_stride = call.group().stride;
+    place(preparation, memory_ + prepared_bytes_, kernel);
+    if (workspace_.num_ranks() > 1) {
+        kernel.home_rows = call_.group().window + workspace_.layout.rows;
+        kernel.window_stride = call_.group().stride;
     }
     kernel.shape = preparation.shape;
-    kernel.call = call.prepare(preparation, forward.header, forward.tensors, memory);
+    kernel.call = call_.prepare(preparation, forward.header, forward.tensors, memory_);
     kernel.routed = forward.routed;
     kernel.shared = forward.shared;
-    kernel.x = call.own_x().data;
-    kernel.x_stride = call.own_x().stride;
+    kernel.x = call_.own_x().data;
+    kernel.x_stride = call_.own_x().stride;
     kernel.saved_x = forward.saved_x;
     kernel.saved_gate = forward.saved_gate;
     kernel.saved_up = forward.saved_up;
@@ -79,14 +85,14 @@ void device_forward(Workspace& workspace, const DeviceForward& forward, void* st
     kernel.saved_shared_up = forward.saved_shared_up;
     kernel.activation = static_cast<int32_t>(forward.header.activation);
     kernel.limit = forward.limit;
-    kernel.rank = workspace.rank();
-    kernel.limits = call.limits();
+    kernel.rank = workspace_.rank();
+    kernel.limits = call_.limits();
     kernel.spans = trace.spans();
     trace.stamp(CallMoment::kPrepared);
     launch_sm90_bf16_moe_forward(kernel, stream);
     trace.stamp(CallMoment::kComputed, &kernel.call);
     // Also behind a recomputation: peers have read this rank's x, which may be overwritten from then on.
-    call.meet_outputs();
+    call_.meet_outputs();
     trace.stamp(CallMoment::kMet);
     if (preparation.shape.sizes.pass != schedule::Pass::kForward) return;
 

@@ -32,9 +32,25 @@ struct DeviceForward {
     void* saved_shared_up;    // [T, J]
 };
 
-/// On `stream` (a cudaStream_t); returns at once, and is right under graph capture once a call with the same
-/// sizes has run. Throws std::invalid_argument, CudaError, and what has ended the workspace.
-void device_forward(Workspace& workspace, const DeviceForward& forward, void* stream);
+/// A forward on `stream` (a cudaStream_t), in two steps: the peers wait for none that failed in the first, if
+/// they are told. Right under graph capture once a call with the same sizes has run.
+class DeviceForwardRun {
+  public:
+    /// Takes the workspace and temporary memory. Throws std::invalid_argument, CudaError, HeapError where no
+    /// memory is left, and what has ended the workspace.
+    DeviceForwardRun(Workspace& workspace, const DeviceForward& forward, void* stream);
+
+    /// Once; returns when all is in the stream. Throws CudaError.
+    void launch();
+
+  private:
+    Workspace& workspace_;
+    const DeviceForward forward_;
+    DeviceCall call_;
+    Preparation preparation_{};
+    int64_t prepared_bytes_ = 0;
+    char* memory_ = nullptr;  // null where there is nothing to do
+};
 
 /// Temporary device memory of such a call besides the preparation's, in bytes.
 int64_t device_forward_bytes(const Preparation& preparation);

@@ -7,6 +7,7 @@
 #include "csrc/launch/error.h"
 #include "csrc/launch/peer_barrier.h"
 #include "csrc/launch/prepare.h"
+#include "csrc/launch/router_top_k.h"
 #include "csrc/launch/sm90_bf16_moe_backward.h"
 #include "csrc/launch/sm90_bf16_moe_forward.h"
 #include "csrc/launch/stream_order.h"
@@ -43,6 +44,7 @@ void prepare_device_workspace(Workspace& workspace) {
     load_peer_kernels();
     load_prepare_kernels();
     load_weighted_sum();
+    load_router_top_k();
 #if defined(MOK_WITH_SM90)
     load_sm90_bf16_moe_forward();
     load_sm90_bf16_moe_backward();

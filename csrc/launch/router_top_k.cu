@@ -16,6 +16,10 @@ constexpr int64_t kBlocksPerSm = 64 * ptx::kWarpThreads / kRouterThreads;
 
 }  // namespace
 
+void load_router_top_k() {
+    load_kernel("loading mok's router kernel", router_top_k_kernel);
+}
+
 void launch_router_top_k(const RouterTopK& choice, void* stream) {
     // Numbers of tokens and experts are followed in 32 bits, a grid or a batch beyond their ends.
     const int64_t limit = std::numeric_limits<int32_t>::max();

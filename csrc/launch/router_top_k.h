@@ -16,6 +16,9 @@ struct RouterTopK {
     int64_t top_k;  // 1 to 32, at most experts
 };
 
+/// Makes the kernel resident on the current device: a first choice may be captured.
+void load_router_top_k();
+
 /// Launches on `stream` (a cudaStream_t) and returns at once. Throws std::invalid_argument and CudaError.
 void launch_router_top_k(const RouterTopK& choice, void* stream);
 

@@ -5,7 +5,6 @@
 #include <cuda_runtime.h>
 
 #include "csrc/launch/call_stamp.h"
-#include "csrc/launch/error.h"
 #include "csrc/launch/sm90_bf16_moe_backward.h"
 #include "csrc/launch/sm90_bf16_moe_forward.h"
 #include "csrc/launch/stream_order.h"
@@ -20,10 +19,9 @@ TracedLaunch::TracedLaunch(const Workspace& workspace, const CallHeader& header,
     call_.rank = workspace.rank();
     call_.num_ranks = workspace.num_ranks();
     call_.num_ctas = preparation.shape.sizes.num_sms;
-    int device = 0;
-    check_cuda(cudaGetDevice(&device), "cudaGetDevice");
     const bool is_captured = is_capturing(static_cast<cudaStream_t>(stream));
-    stamps_ = call_trace().take(call_, preparation.plan, preparation.shape, device, is_captured);
+    stamps_ =
+        call_trace().take(call_, preparation.plan, preparation.shape, workspace.heap->device(), is_captured);
     stamp(CallMoment::kBegin);
 }
 

@@ -129,6 +129,36 @@ def refuse_on_the_last_rank(rank, group, case, starts):
     return None
 
 
+def capture_too_early_on_the_last_rank(rank, group, case, starts):
+    part = part_of(case, rank, group, starts)
+    options = {"group": group, "max_tokens": 500, "tensors": bf16_tensors(part)}
+    forward(part, **options, ring_rows=128)
+    try:
+        if rank == group.size() - 1:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                forward(part, **options, ring_rows=4096)
+        else:
+            forward(part, **options, ring_rows=4096)
+            torch.cuda.synchronize()
+            forward(part, **options)
+    except (ValueError, mok.PeerAbortedError) as error:
+        torch.cuda.synchronize()
+        return type(error).__name__, str(error)
+    return None
+
+
+def test_a_call_without_temporary_memory_reaches_the_peers():
+    """Found once all arguments are checked, before the first launch."""
+    case = make_case(500, 4, 12, 256, 192)
+    survivor, refuser = run_ranks_fresh(
+        2, capture_too_early_on_the_last_rank, case, (0, 300, 500), timeout=60
+    )
+    assert refuser[0] == "ValueError"
+    assert "before the capture" in refuser[1]
+    assert survivor[0] == "PeerAbortedError"
+    assert "before the capture" in survivor[1]
+
+
 def test_a_refused_argument_reaches_the_peers():
     case = make_case(500, 4, 12, 256, 192)
     survivor, refuser = run_ranks_fresh(2, refuse_on_the_last_rank, case, (0, 300, 500), timeout=60)

@@ -62,16 +62,17 @@ void moe_forward_out(const Tensor& x, const Tensor& topk_ids, const Tensor& topk
     run_op([&] {
         const std::shared_ptr<Workspace> owner = device_workspace(workspace, x);
         const CudaCall current(x);
-        const launch::DeviceForward call = checked(*owner, current.stream(), [&] {
+        auto run = checked(*owner, current.stream(), [&] {
             const cpu::LayerInputs inputs =
                 layer_inputs({x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down,
                               shared_gate, shared_up, shared_down, shared_weight, num_experts, max_tokens,
                               ring_rows, activation, swiglu_limit, save});
             check_device(out, "out", x);
             check_devices(saved, "saved", x);
-            return forward_call(*owner, inputs, gradients, out, saved);
+            return launch::DeviceForwardRun(*owner, forward_call(*owner, inputs, gradients, out, saved),
+                                            current.stream());
         });
-        launch::device_forward(*owner, call, current.stream());
+        run.launch();
     });
 }
 
@@ -88,11 +89,11 @@ ForwardResults::Tuple moe_forward(
         struct Call {
             FittedTensors fitted;  // alive until the launches below are in the stream
             ForwardResults results;
-            launch::DeviceForward forward;
+            launch::DeviceForwardRun run;
         };
         const std::shared_ptr<Workspace> owner = refusing([&] { return device_workspace(workspace, x); });
         const CudaCall current(x);
-        const Call call = refusing([&] {
+        Call call = refusing([&] {
             FittedTensors fitted({x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down,
                                   shared_gate, shared_up, shared_down, shared_weight, num_experts, max_tokens,
                                   ring_rows, activation, swiglu_limit, save});
@@ -102,9 +103,10 @@ ForwardResults::Tuple moe_forward(
             ForwardResults results = empty_forward(args, {x_rows, gate_up_rows, shared_rows});
             const launch::DeviceForward forward =
                 forward_call(*owner, inputs, gradients, results.out, results.saved);
-            return Call{std::move(fitted), std::move(results), forward};
+            return Call{std::move(fitted), std::move(results),
+                        launch::DeviceForwardRun(*owner, forward, current.stream())};
         });
-        launch::device_forward(*owner, call.forward, current.stream());
+        call.run.launch();
         return call.results.tuple();
     });
 }
@@ -121,16 +123,17 @@ void moe_recompute_out(const Tensor& x, const Tensor& topk_ids, const Tensor& to
     run_op([&] {
         const std::shared_ptr<Workspace> owner = device_workspace(workspace, x);
         const CudaCall current(x);
-        const launch::DeviceForward call = checked(*owner, current.stream(), [&] {
+        auto run = checked(*owner, current.stream(), [&] {
             const cpu::LayerInputs inputs =
                 layer_inputs({x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down,
                               shared_gate, shared_up, shared_down, shared_weight, num_experts, max_tokens,
                               ring_rows, activation, swiglu_limit, save});
             check_devices(saved, "saved", x);
-            return device_call(CallKind::kRecompute, *owner, inputs, gradients,
-                               saved_context(saved, inputs.shape));
+            const launch::DeviceForward call = device_call(CallKind::kRecompute, *owner, inputs, gradients,
+                                                           saved_context(saved, inputs.shape));
+            return launch::DeviceForwardRun(*owner, call, current.stream());
         });
-        launch::device_forward(*owner, call, current.stream());
+        run.launch();
     });
 }
 

@@ -45,7 +45,7 @@ void moe_backward_out(const Tensor& dout, const Tensor& x, const Tensor& topk_id
     run_op([&] {
         const std::shared_ptr<Workspace> owner = device_workspace(workspace, x);
         const CudaCall current(x);
-        const launch::DeviceBackward call = checked(*owner, current.stream(), [&] {
+        auto run = checked(*owner, current.stream(), [&] {
             const cpu::LayerInputs inputs =
                 layer_inputs({x, topk_ids, topk_weights, w_gate, w_up, w_down, b_gate, b_up, b_down,
                               shared_gate, shared_up, shared_down, shared_weight, num_experts, max_tokens,
@@ -86,9 +86,9 @@ void moe_backward_out(const Tensor& dout, const Tensor& x, const Tensor& topk_id
             check_aligned(result.routed_gradients, "routed experts");
             check_aligned(result.shared_gradients, "shared expert");
             result.accumulate = accumulate;
-            return result;
+            return launch::DeviceBackwardRun(*owner, result, current.stream());
         });
-        launch::device_backward(*owner, call, current.stream());
+        run.launch();
     });
 }
 
