@@ -171,7 +171,7 @@ class Step:
 
 
 def measure(ranks: Ranks, case: LayerCase) -> dict:
-    """This rank's "times" (by pass and clock, seconds of each call), "floors" (by pass), "memory"."""
+    """This rank's "times" (by pass and clock: seconds of each call), "floors" by pass, "memory"."""
     clocks = _gpu_timing.TINY if case.tiny else _gpu_timing.FULL
     step = Step(case, ranks)
     ids_by_rank = ranks.gather(step.ids.cpu())
