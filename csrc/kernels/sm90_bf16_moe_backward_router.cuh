@@ -52,37 +52,54 @@ MOK_DEVICE float load_bf16(const bf16* row, int32_t index) {
     return index % 2 == 0 ? ptx::low_bf16(pair) : ptx::high_bf16(pair);
 }
 
-/// row . b over `columns` (a multiple of 8), by the whole warp, in the executor's order: lane l has column
-/// 32 i + l; what is left of the last 32 goes to the first chain of 8.
-MOK_DEVICE float dot(const bf16* row, const bf16* b, int32_t columns, uint32_t lane) {
+inline constexpr int32_t kDotRows = 8;  // at a time: their loads are in flight together
+
+/// rows[r] . b over `columns` (a multiple of 8), by the whole warp, in the executor's order: lane l has
+/// column 32 i + l; what is left of the last 32 goes to the first chain of 8.
+MOK_DEVICE void dots(const bf16* const (&rows)[kDotRows], const bf16* b, int32_t columns, uint32_t lane,
+                     float (&sums)[kDotRows]) {
     constexpr int32_t kWarp = ptx::kWarpThreads, kBatch = 4, kChain = 8;
     const int32_t whole = columns / kWarp * kWarp, own = static_cast<int32_t>(lane);
-    float sum = 0.0f;
+#pragma unroll
+    for (int32_t r = 0; r < kDotRows; ++r) sums[r] = 0.0f;
+    const auto add = [&](int32_t column) {
+        const float y = load_bf16(b, column);
+#pragma unroll
+        for (int32_t r = 0; r < kDotRows; ++r) {
+            sums[r] = ptx::fused_multiply_add(load_bf16(rows[r], column), y, sums[r]);
+        }
+    };
     int32_t first = 0;
     for (; first + kBatch * kWarp <= whole; first += kBatch * kWarp) {
-        float x[kBatch], y[kBatch];
+        float x[kBatch][kDotRows], y[kBatch];
 #pragma unroll
         for (int32_t i = 0; i < kBatch; ++i) {
-            x[i] = load_bf16(row, first + i * kWarp + own);
             y[i] = load_bf16(b, first + i * kWarp + own);
+#pragma unroll
+            for (int32_t r = 0; r < kDotRows; ++r) x[i][r] = load_bf16(rows[r], first + i * kWarp + own);
         }
 #pragma unroll
-        for (int32_t i = 0; i < kBatch; ++i) sum = ptx::fused_multiply_add(x[i], y[i], sum);
+        for (int32_t i = 0; i < kBatch; ++i) {
+#pragma unroll
+            for (int32_t r = 0; r < kDotRows; ++r) {
+                sums[r] = ptx::fused_multiply_add(x[i][r], y[i], sums[r]);
+            }
+        }
     }
-    for (; first < whole; first += kWarp) {
-        sum = ptx::fused_multiply_add(load_bf16(row, first + own), load_bf16(b, first + own), sum);
-    }
+    for (; first < whole; first += kWarp) add(first + own);
     for (; first < columns; first += kChain) {
-        if (own < kChain) {
-            sum = ptx::fused_multiply_add(load_bf16(row, first + own), load_bf16(b, first + own), sum);
-        }
+        if (own < kChain) add(first + own);
     }
-    const float second = ptx::shuffle(sum, (lane + 8) % 32), third = ptx::shuffle(sum, (lane + 16) % 32),
-                fourth = ptx::shuffle(sum, (lane + 24) % 32);
-    float total = ((sum + second) + third) + fourth;  // right in lanes 0 to 7
 #pragma unroll
-    for (uint32_t mask = 4; mask > 0; mask /= 2) total = total + ptx::shuffle_xor(total, mask);
-    return ptx::shuffle(total, 0);
+    for (int32_t r = 0; r < kDotRows; ++r) {
+        const float second = ptx::shuffle(sums[r], (lane + 8) % 32),
+                    third = ptx::shuffle(sums[r], (lane + 16) % 32),
+                    fourth = ptx::shuffle(sums[r], (lane + 24) % 32);
+        float total = ((sums[r] + second) + third) + fourth;  // right in lanes 0 to 7
+#pragma unroll
+        for (uint32_t mask = 4; mask > 0; mask /= 2) total = total + ptx::shuffle_xor(total, mask);
+        sums[r] = ptx::shuffle(total, 0);
+    }
 }
 
 /// One warp finishes the router gradients of its 16 rows of a row block: lane i < 16 has row i.
@@ -104,9 +121,23 @@ MOK_DEVICE void finish_router(const MoeBackwardParams& params, const BackwardTas
         const bf16* b = experts.b_down + task.expert * experts.b_down_stride;
         const bf16* dout =
             reinterpret_cast<const bf16*>(params.ring_dout) + (task.row + first) * params.shape.sizes.hidden;
-        for (uint32_t i = 0; i < kWarpRows && first + static_cast<int32_t>(i) < task.valid_rows; ++i) {
-            const float product = dot(dout + i * params.shape.sizes.hidden, b, hidden_of(params), self.lane);
-            if (self.lane == i) sum = sum + product;
+        const int32_t left = task.valid_rows - first;
+        const int32_t valid = left < static_cast<int32_t>(kWarpRows) ? left : static_cast<int32_t>(kWarpRows);
+        for (int32_t begin = 0; begin < valid; begin += kDotRows) {
+            const bf16* batch[kDotRows];
+            float products[kDotRows];
+#pragma unroll
+            for (int32_t r = 0; r < kDotRows; ++r) {
+                // Behind the last row, that one again, for nobody.
+                const int32_t at = begin + r < valid ? begin + r : valid - 1;
+                batch[r] = dout + at * params.shape.sizes.hidden;
+            }
+            dots(batch, b, hidden_of(params), self.lane, products);
+#pragma unroll
+            for (int32_t r = 0; r < kDotRows; ++r) {
+                if (static_cast<int32_t>(self.lane) == begin + r && begin + r < valid)
+                    sum = sum + products[r];
+            }
         }
         ptx::fence_proxy_async_global();  // the ring row is written again by bulk stores
     }
