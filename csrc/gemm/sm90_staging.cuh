@@ -123,13 +123,44 @@ MOK_DEVICE bool wait_staged(const Shared& shared, const StagingCursor& cursor, u
     return !ptx::any_lane(deadline.expired);
 }
 
-/// The store warp, after each lane has issued its stores from the buffer: gives it back once it is read.
-MOK_DEVICE void release_staging(const Shared& shared, StagingCursor& cursor, uint32_t part, uint32_t lane) {
-    ptx::bulk_commit();
-    ptx::bulk_wait_read<0>();
-    ptx::sync_warp();
-    if (lane == 0) ptx::mbar_arrive(shared.staging_empty(part));
-    cursor.next();
+// The store warp issues the stores of all parts of a tile before it waits for the first: on sm_90 the wait
+// for a store's reads is the instruction that waits for its writes, over a link a round trip. That the first
+// part's warps get their buffer back behind the second's cannot end in a circle: what the second still has to
+// multiply is in stages that the first have left.
+
+/// Calls body(part), which issues stores from the part's buffer, for each part of the tile once it is staged.
+template <typename Body>
+MOK_DEVICE void store_staged(const Shared& shared, const StagingCursor (&cursors)[kParts], uint32_t parts,
+                             ptx::Deadline& deadline, const Body& body) {
+#pragma unroll
+    for (uint32_t part = 0; part < kParts; ++part) {
+        if (deadline.expired || part >= parts) continue;
+        if (!wait_staged(shared, cursors[part], part, deadline)) {
+            deadline.expired = true;
+            continue;
+        }
+        body(part);
+        ptx::bulk_commit();
+    }
+}
+
+/// After it: gives each buffer back once it is read.
+MOK_DEVICE void release_staging(const Shared& shared, StagingCursor (&cursors)[kParts], uint32_t parts,
+                                uint32_t lane, const ptx::Deadline& deadline) {
+    static_assert(kParts == 2);
+    if (deadline.expired) return;
+#pragma unroll
+    for (uint32_t part = 0; part < kParts; ++part) {
+        if (part >= parts) continue;
+        if (part + 1 < parts) {
+            ptx::bulk_wait_read<1>();
+        } else {
+            ptx::bulk_wait_read<0>();
+        }
+        ptx::sync_warp();
+        if (lane == 0) ptx::mbar_arrive(shared.staging_empty(part));
+        cursors[part].next();
+    }
 }
 
 /// Lane i < kBoxes stores box i, unless it lies outside the matrix.

@@ -129,17 +129,12 @@ MOK_DEVICE bool run_store_warp(const GroupedGemmParams& params, const Shared& sh
     for (;;) {
         const TileTask task = take_task(shared, cursor, lane, deadline);
         if (task.kind == kExitTask) break;
-        bool in_time = true;
-#pragma unroll
-        for (uint32_t part = 0; part < kParts; ++part) {
-            if (!in_time || !task.has_part(part)) continue;
-            in_time = wait_staged(shared, staging[part], part, deadline);
-            if (!in_time) continue;
+        store_staged(shared, staging, task.parts(), deadline, [&](uint32_t part) {
             store_boxes<kBoxes>(&params.y, task.column, task.row + static_cast<int32_t>(part * kPartRows),
                                 params.columns, shared.staging(part), lane);
-            release_staging(shared, staging[part], part, lane);
-        }
-        if (!in_time) break;
+        });
+        release_staging(shared, staging, task.parts(), lane, deadline);
+        if (deadline.expired) break;
     }
     ptx::bulk_wait<0>();
     return deadline.expired;

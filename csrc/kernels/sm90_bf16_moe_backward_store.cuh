@@ -21,19 +21,13 @@ struct StoreWarp {
           lane(ptx::lane_idx()),
           deadline(deadline_at(params_in, WaitPlace::kStore)) {}
 
-    /// Calls body(part) for each part of the task once it is staged, then gives its buffer back.
-    template <typename Body>
-    MOK_DEVICE void for_staged(const BackwardTask& task, const Body& body) {
-#pragma unroll
-        for (uint32_t part = 0; part < kParts; ++part) {
-            if (deadline.expired || !task.has_part(part)) continue;
-            if (!wait_staged(shared, staging[part], part, deadline)) {
-                deadline.expired = true;
-                continue;
-            }
-            body(part);
-            release_staging(shared, staging[part], part, lane);
-        }
+    /// Calls body(part), which issues stores, for each part of the task once it is staged, then
+    /// signal_inputs_read(); then gives the buffers back.
+    template <typename Body, typename Signal>
+    MOK_DEVICE void for_staged(const BackwardTask& task, const Body& body, const Signal& signal_inputs_read) {
+        store_staged(shared, staging, task.parts(), deadline, body);
+        if (!deadline.expired) signal_inputs_read();
+        release_staging(shared, staging, task.parts(), lane, deadline);
     }
 
     /// Calls body(chunk, part, stage) for each part of each chunk that the consumers have left, then gives
@@ -66,13 +60,16 @@ struct StoreWarp {
         constexpr uint32_t kBoxes = kTileN / 2 / kBoxColumns;
         const MoeBackwardRows& rows = rows_of(params, task);
         const int32_t column = task.column + static_cast<int32_t>(lane % kBoxes * kBoxColumns);
-        for_staged(task, [&](uint32_t part) {
-            if (lane < 2 * kBoxes && column < inner_of(params, task)) {
-                ptx::tma_store_2d(lane < kBoxes ? &rows.gate : &rows.up, column,
-                                  task.row + static_cast<int32_t>(part * kPartRows),
-                                  shared.staging(part) + lane * kRowBoxBytes);
-            }
-        });
+        for_staged(
+            task,
+            [&](uint32_t part) {
+                if (lane < 2 * kBoxes && column < inner_of(params, task)) {
+                    ptx::tma_store_2d(lane < kBoxes ? &rows.gate : &rows.up, column,
+                                      task.row + static_cast<int32_t>(part * kPartRows),
+                                      shared.staging(part) + lane * kRowBoxBytes);
+                }
+            },
+            [] {});
         ptx::bulk_wait<0>();
         signal_block(task, Counter::kGateUp, task.parts());
     }
@@ -143,12 +140,9 @@ struct StoreWarp {
         HomeRows home[kParts];
 #pragma unroll
         for (uint32_t part = 0; part < kParts; ++part) home[part] = home_rows(params, task, part, lane);
-        for_staged(task, [&](uint32_t part) {
-            store_rows(params, task, home[part], shared.staging(part), lane);
-            // What the first part has multiplied by, TMA has read for both; router gradients read more.
-            const bool has_read = has(task, kRouter) ? part + 1 == task.parts() : part == 0;
-            if (has_read) signal_block(task, Counter::kDxRead);
-        });
+        for_staged(
+            task, [&](uint32_t part) { store_rows(params, task, home[part], shared.staging(part), lane); },
+            [&] { signal_block(task, Counter::kDxRead); });
     }
 
     MOK_DEVICE void signal_read(const BackwardTask& task) {
@@ -179,27 +173,32 @@ struct StoreWarp {
                 }
             });
         } else {
-            for_staged(task, [&](uint32_t part) {
-                if (part == 0) signal_read(task);
-                const int32_t column = task.column + static_cast<int32_t>(lane * kBoxColumns);
-                if (lane < kTileN / kBoxColumns && column < columns) {
-                    ptx::tma_store_3d(map, column, task.row + static_cast<int32_t>(part * kPartRows), expert,
-                                      shared.staging(part) + lane * kRowBoxBytes);
-                }
-            });
+            for_staged(
+                task,
+                [&](uint32_t part) {
+                    const int32_t column = task.column + static_cast<int32_t>(lane * kBoxColumns);
+                    if (lane < kTileN / kBoxColumns && column < columns) {
+                        ptx::tma_store_3d(map, column, task.row + static_cast<int32_t>(part * kPartRows),
+                                          expert, shared.staging(part) + lane * kRowBoxBytes);
+                    }
+                },
+                [&] { signal_read(task); });
         }
         signal_stored(task);
     }
 
     /// The consumers have stored the results themselves.
     MOK_DEVICE void finish_sums(const BackwardTask& task) {
-        for_staged(task, [](uint32_t) {});
-        if (is_bias(task)) {
-            signal_read(task);
-            signal_stored(task);
-        } else {
-            signal_block(task, Counter::kDxRead);
-        }
+        for_staged(
+            task, [](uint32_t) {},
+            [&] {
+                if (is_bias(task)) {
+                    signal_read(task);
+                } else {
+                    signal_block(task, Counter::kDxRead);
+                }
+            });
+        if (is_bias(task)) signal_stored(task);
     }
 
     MOK_DEVICE void store(const BackwardTask& task) {

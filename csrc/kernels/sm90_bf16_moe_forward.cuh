@@ -18,10 +18,11 @@
 // Order. A row: bulk load (pulled), bulk store, wait_group, fence.acq_rel.gpu, red kX | acquire by a
 // scheduler lane, task_full, loader, fence.proxy.async, TMA. h: stmatrix, fence.proxy.async, staged, TMA
 // store, wait_group, red.release kGateUp | the same. A ring slot is written again after its readers' tiles: x
-// after kGateUp, h after kHiddenRead. y: bulk stores, wait_group, fence.acq_rel.sys at the end; the barrier
-// kernel behind this one releases them to the home ranks. Nothing waits for a peer; tasks and pulls are
-// claimed in order, so any number of resident blocks finishes (docs/schedule.md). A wait that expires ends
-// all roles; each waits for the copies that it has started, and the block traps after they have met.
+// after kGateUp, h after kHiddenRead (y is staged: h has been multiplied). y: bulk stores, wait_group,
+// fence.acq_rel.sys at the end; the barrier kernel behind this one releases them to the home ranks. Nothing
+// waits for a peer; tasks and pulls are claimed in order, so any number of resident blocks finishes
+// (docs/schedule.md). A wait that expires ends all roles; each waits for the copies that it has started, and
+// the block traps after they have met.
 #pragma once
 
 #include "csrc/gemm/sm90_block.cuh"

@@ -50,13 +50,7 @@ MOK_DEVICE bool run_store_warp(const MoeForwardParams& params, const Shared& sha
             for (uint32_t part = 0; part < kParts; ++part) home[part] = home_rows(params, task, part, lane);
         }
         for (uint32_t round = 0; round < rounds; ++round) {
-#pragma unroll
-            for (uint32_t part = 0; part < kParts; ++part) {
-                if (deadline.expired || !task.has_part(part)) continue;
-                if (!wait_staged(shared, staging[part], part, deadline)) {
-                    deadline.expired = true;
-                    continue;
-                }
+            store_staged(shared, staging, task.parts(), deadline, [&](uint32_t part) {
                 const uint32_t source = shared.staging(part);
                 if (!gate_up) {
                     store_rows(params, task, home[part], source, lane);
@@ -65,18 +59,17 @@ MOK_DEVICE bool run_store_warp(const MoeForwardParams& params, const Shared& sha
                 } else {
                     store_hidden(params, task, part, source, lane);
                 }
-                release_staging(shared, staging[part], part, lane);
-                if (gate_up && round + 1 == rounds) {
-                    ptx::bulk_wait<0>();  // the stores are complete, not only read
-                    ptx::sync_warp();
-                    if (lane == 0) ptx::red_release_gpu_add(counter, 1u);
-                } else if (!gate_up && part == 0) {
-                    // What the first part has multiplied by all of h's columns, TMA has read for both.
-                    if (lane == 0) ptx::red_release_gpu_add(counter, 1u);
-                }
-            }
+            });
+            // What is staged has been multiplied by all of h's columns: TMA has read them.
+            if (!gate_up && lane == 0 && !deadline.expired) ptx::red_release_gpu_add(counter, 1u);
+            release_staging(shared, staging, task.parts(), lane, deadline);
         }
         if (deadline.expired) break;
+        if (gate_up) {
+            ptx::bulk_wait<0>();  // the stores are complete, not only read
+            ptx::sync_warp();
+            if (lane == 0) ptx::red_release_gpu_add(counter, task.parts());
+        }
     }
     // Rows on other ranks: complete, and before whatever a later kernel of this stream releases.
     ptx::bulk_wait<0>();
