@@ -28,7 +28,8 @@ inline constexpr uint32_t kWeightBoxRows = 128, kWeightBoxBytes = kWeightBoxRows
 inline constexpr uint32_t kStageBytes = kParts * kRowBoxBytes + 2 * kWeightBoxBytes;
 inline constexpr uint32_t kStages = 3;
 
-// Staged rows that leave one by one are 16 bytes longer, so that stmatrix meets no bank conflicts.
+// Staged rows that leave one by one are 16 bytes longer, so that stmatrix meets no bank conflicts; the store
+// warp keeps there where they go.
 inline constexpr uint32_t kStagedRowBytes = 2 * kTileN + 16;
 inline constexpr uint32_t kStagingBytes = kPartRows * kStagedRowBytes;
 static_assert(kStagingBytes >= kTileN / kBoxColumns * kRowBoxBytes && kStagingBytes % 1024 == 0);

@@ -163,12 +163,21 @@ MOK_DEVICE void release_staging(const Shared& shared, StagingCursor (&cursors)[k
     }
 }
 
-/// Lane i < kBoxes stores box i, unless it lies outside the matrix.
+// One lane issues all of a part's stores: copies of single lanes make a loop over the lanes, of 75 to 95
+// cycles each. elect_one, because ptxas knows of it that one lane is left. Which one does not matter as long
+// as all lanes commit and wait.
+
+/// The whole warp stores kBoxes boxes side by side, those that do not lie outside the matrix.
 template <uint32_t kBoxes>
 MOK_DEVICE void store_boxes(const ptx::TensorMap* map, int32_t column, int32_t row, int32_t num_columns,
-                            uint32_t source, uint32_t lane) {
-    const int32_t at = column + static_cast<int32_t>(lane * kBoxColumns);
-    if (lane < kBoxes && at < num_columns) ptx::tma_store_2d(map, at, row, source + lane * kRowBoxBytes);
+                            uint32_t source) {
+    if (ptx::elect_one()) {
+#pragma unroll
+        for (uint32_t box = 0; box < kBoxes; ++box) {
+            const int32_t at = column + static_cast<int32_t>(box * kBoxColumns);
+            if (at < num_columns) ptx::tma_store_2d(map, at, row, source + box * kRowBoxBytes);
+        }
+    }
 }
 
 }  // namespace mok::sm90

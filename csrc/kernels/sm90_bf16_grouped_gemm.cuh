@@ -131,7 +131,7 @@ MOK_DEVICE bool run_store_warp(const GroupedGemmParams& params, const Shared& sh
         if (task.kind == kExitTask) break;
         store_staged(shared, staging, task.parts(), deadline, [&](uint32_t part) {
             store_boxes<kBoxes>(&params.y, task.column, task.row + static_cast<int32_t>(part * kPartRows),
-                                params.columns, shared.staging(part), lane);
+                                params.columns, shared.staging(part));
         });
         release_staging(shared, staging, task.parts(), lane, deadline);
         if (deadline.expired) break;

@@ -7,6 +7,12 @@
 
 namespace mok::moe_backward_detail {
 
+/// A gradient's matrix.
+struct GradientPlace {
+    const ptx::TensorMap* map;
+    int32_t expert, columns;
+};
+
 struct StoreWarp {
     const MoeBackwardParams& params;
     const Shared& shared;
@@ -55,19 +61,18 @@ struct StoreWarp {
         signal(counter, schedule::counter_block(params.shape, is_shared(task), task.row_block), value);
     }
 
-    /// gate and up, staged side by side: lanes 0 and 1 store gate's boxes, 2 and 3 up's.
+    /// gate and up, staged side by side.
     MOK_DEVICE void store_gate_up(const BackwardTask& task) {
         constexpr uint32_t kBoxes = kTileN / 2 / kBoxColumns;
         const MoeBackwardRows& rows = rows_of(params, task);
-        const int32_t column = task.column + static_cast<int32_t>(lane % kBoxes * kBoxColumns);
+        const int32_t columns = inner_of(params, task);
         for_staged(
             task,
             [&](uint32_t part) {
-                if (lane < 2 * kBoxes && column < inner_of(params, task)) {
-                    ptx::tma_store_2d(lane < kBoxes ? &rows.gate : &rows.up, column,
-                                      task.row + static_cast<int32_t>(part * kPartRows),
-                                      shared.staging(part) + lane * kRowBoxBytes);
-                }
+                const int32_t row = task.row + static_cast<int32_t>(part * kPartRows);
+                const uint32_t staging = shared.staging(part);
+                store_boxes<kBoxes>(&rows.gate, task.column, row, columns, staging);
+                store_boxes<kBoxes>(&rows.up, task.column, row, columns, staging + kBoxes * kRowBoxBytes);
             },
             [] {});
         ptx::bulk_wait<0>();
@@ -119,16 +124,16 @@ struct StoreWarp {
         }
     }
 
-    /// Lanes 0 to 2 store dg, du and h' of a chunk.
+    /// dg, du and h', a chunk at a time.
     MOK_DEVICE void store_dhidden(const BackwardTask& task) {
         const MoeBackwardRows& rows = rows_of(params, task);
-        const ptx::TensorMap* map = lane == 0 ? &rows.dgate : lane == 1 ? &rows.dup : &rows.hidden;
-        const uint32_t box = lane == 0 ? kGateBox : lane == 1 ? kUpBox : kHiddenBox;
         for_chunks(task, [&](int32_t chunk, uint32_t part, uint32_t stage) {
-            if (lane < 3) {
-                ptx::tma_store_2d(map, task.column + chunk * static_cast<int32_t>(kChunkColumns),
-                                  task.row + static_cast<int32_t>(part * kPartRows),
-                                  stage_box(shared, stage, box + part));
+            const int32_t column = task.column + chunk * static_cast<int32_t>(kChunkColumns);
+            const int32_t row = task.row + static_cast<int32_t>(part * kPartRows);
+            if (ptx::elect_one()) {
+                ptx::tma_store_2d(&rows.dgate, column, row, stage_box(shared, stage, kGateBox + part));
+                ptx::tma_store_2d(&rows.dup, column, row, stage_box(shared, stage, kUpBox + part));
+                ptx::tma_store_2d(&rows.hidden, column, row, stage_box(shared, stage, kHiddenBox + part));
             }
             if (chunk + 1 == task.chunks) store_partials(task, part);
         });
@@ -137,11 +142,9 @@ struct StoreWarp {
     }
 
     MOK_DEVICE void store_dx(const BackwardTask& task) {
-        HomeRows home[kParts];
-#pragma unroll
-        for (uint32_t part = 0; part < kParts; ++part) home[part] = home_rows(params, task, part, lane);
+        stage_homes(params, shared, task, lane);
         for_staged(
-            task, [&](uint32_t part) { store_rows(params, task, home[part], shared.staging(part), lane); },
+            task, [&](uint32_t part) { store_rows(params, shared, task, part); },
             [&] { signal_block(task, Counter::kDxRead); });
     }
 
@@ -154,33 +157,47 @@ struct StoreWarp {
         signal(Counter::kAccumulator, task.span_tile, task.parts());
     }
 
-    /// Lane i stores box i.
+    /// Boxes of kColumns columns of a gradient, side by side, as far as the matrix is wide.
+    template <uint32_t kBoxes, int32_t kColumns>
+    MOK_DEVICE static void store_gradient(const GradientPlace& place, int32_t column, int32_t row,
+                                          uint32_t source) {
+        if (ptx::elect_one()) {
+#pragma unroll
+            for (uint32_t box = 0; box < kBoxes; ++box) {
+                const int32_t at = column + static_cast<int32_t>(box) * kColumns;
+                if (at < place.columns) {
+                    ptx::tma_store_3d(place.map, at, row, place.expert, source + box * kRowBoxBytes);
+                }
+            }
+        }
+    }
+
     MOK_DEVICE void store_wgrad(const BackwardTask& task) {
-        const int32_t matrix = matrix_of(task), columns = gradient_columns(params, task);
-        const bool is_float = has(task, kFloatChunks), is_unfinished = has(task, kUnfinished);
-        const ptx::TensorMap* map =
-            is_unfinished ? &params.accumulators.weight[matrix] : &gradients_of(params, task).weight[matrix];
-        const int32_t expert = is_unfinished ? 0 : task.expert;
+        constexpr auto kColumns = static_cast<int32_t>(kBoxColumns);
+        const int32_t matrix = matrix_of(task);
+        const bool is_unfinished = has(task, kUnfinished), is_float = has(task, kFloatChunks);
+        const GradientPlace place{
+            is_unfinished ? &params.accumulators.weight[matrix] : &gradients_of(params, task).weight[matrix],
+            is_unfinished ? 0 : task.expert, gradient_columns(params, task)};
         if (has(task, kLeavesChunks)) {
-            const uint32_t boxes = is_float ? 2 : 1;
             for_chunks(task, [&](int32_t chunk, uint32_t part, uint32_t stage) {
                 if (chunk == 0 && part == 0) signal_read(task);
-                const int32_t column = task.column + chunk * static_cast<int32_t>(kChunkColumns) +
-                                       static_cast<int32_t>(lane * kChunkColumns / boxes);
-                if (lane < boxes && column < columns) {
-                    ptx::tma_store_3d(map, column, task.row + static_cast<int32_t>(part * kPartRows), expert,
-                                      float_box(shared, stage, part) + lane * kRowBoxBytes);
+                const int32_t column = task.column + chunk * static_cast<int32_t>(kChunkColumns);
+                const int32_t row = task.row + static_cast<int32_t>(part * kPartRows);
+                const uint32_t boxes = float_box(shared, stage, part);
+                if (is_float) {
+                    store_gradient<2, kColumns / 2>(place, column, row, boxes);
+                } else {
+                    store_gradient<1, kColumns>(place, column, row, boxes);
                 }
             });
         } else {
             for_staged(
                 task,
                 [&](uint32_t part) {
-                    const int32_t column = task.column + static_cast<int32_t>(lane * kBoxColumns);
-                    if (lane < kTileN / kBoxColumns && column < columns) {
-                        ptx::tma_store_3d(map, column, task.row + static_cast<int32_t>(part * kPartRows),
-                                          expert, shared.staging(part) + lane * kRowBoxBytes);
-                    }
+                    store_gradient<kTileN / kBoxColumns, kColumns>(
+                        place, task.column, task.row + static_cast<int32_t>(part * kPartRows),
+                        shared.staging(part));
                 },
                 [&] { signal_read(task); });
         }

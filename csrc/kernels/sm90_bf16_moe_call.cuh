@@ -109,41 +109,57 @@ MOK_DEVICE T* in_window(const MoeCallParams& params, T* own, int32_t peer) {
 
 inline constexpr uint32_t kLaneRows = kPartRows / ptx::kWarpThreads;
 
-/// Where each lane's rows of a part go: null where a row is none.
-struct HomeRows {
-    char* row[kLaneRows];
-};
-
-/// The loads are in flight until the addresses are used.
-MOK_DEVICE HomeRows home_rows(const MoeCallParams& params, const TileTask& task, uint32_t part,
-                              uint32_t lane) {
-    HomeRows home{};
+/// Where a valid row of a task goes.
+MOK_DEVICE char* home_of(const MoeCallParams& params, const TileTask& task, uint32_t row) {
     const int64_t row_bytes = params.shape.sizes.row_bytes;
-    const int64_t first = static_cast<int64_t>(task.row_block) * kTileM;
-#pragma unroll
-    for (uint32_t i = 0; i < kLaneRows; ++i) {
-        const uint32_t row = part * kPartRows + i * ptx::kWarpThreads + lane;
-        if (static_cast<int32_t>(row) >= task.valid_rows) continue;
-        if (is_shared(task)) {
-            home.row[i] = params.shared_rows + (first + row) * row_bytes;
-        } else {
-            const Route route = route_of(params, first + row);
-            home.row[i] = in_window(params, params.home_rows, route.peer) + route.slot * row_bytes;
-        }
-    }
-    return home;
+    const int64_t at = static_cast<int64_t>(task.row_block) * kTileM + row;
+    if (is_shared(task)) return params.shared_rows + at * row_bytes;
+    const Route route = route_of(params, at);
+    return in_window(params, params.home_rows, route.peer) + route.slot * row_bytes;
 }
 
-/// A tile's staged rows of H columns, as far as the matrix is wide, to their homes.
-MOK_DEVICE void store_rows(const MoeCallParams& params, const TileTask& task, const HomeRows& home,
-                           uint32_t staging, uint32_t lane) {
+/// Where the address lies to which a staged row goes: behind the row.
+MOK_DEVICE uint32_t staged_home(const Shared& shared, uint32_t part, uint32_t row) {
+    return shared.staging(part) + row * kStagedRowBytes + 2 * kTileN;
+}
+static_assert(kStagedRowBytes >= 2 * kTileN + sizeof(uint64_t) && kStagedRowBytes % sizeof(uint64_t) == 0);
+
+/// The store warp leaves itself where the tile's columns of its valid rows go, because one lane stores them
+/// all. Nobody writes there before the tile's buffers are given back.
+MOK_DEVICE void stage_homes(const MoeCallParams& params, const Shared& shared, const TileTask& task,
+                            uint32_t lane) {
+#pragma unroll 1  // or the warp's registers do not suffice
+    for (uint32_t part = 0; part < task.parts(); ++part) {
+        char* home[kLaneRows];  // all loads are in flight before the first is used
+#pragma unroll
+        for (uint32_t i = 0; i < kLaneRows; ++i) {
+            const uint32_t row = part * kPartRows + i * ptx::kWarpThreads + lane;
+            home[i] = static_cast<int32_t>(row) < task.valid_rows ? home_of(params, task, row) : nullptr;
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kLaneRows; ++i) {
+            if (home[i] == nullptr) continue;
+            const auto to = reinterpret_cast<uint64_t>(home[i] + 2 * static_cast<int64_t>(task.column));
+            ptx::store_shared(staged_home(shared, part, i * ptx::kWarpThreads + lane), to);
+        }
+    }
+    ptx::sync_warp();
+}
+
+/// A part's staged rows of H columns, as far as the matrix is wide, to where stage_homes says: one lane
+/// issues all, 12 cycles each.
+MOK_DEVICE void store_rows(const MoeCallParams& params, const Shared& shared, const TileTask& task,
+                           uint32_t part) {
     const int64_t columns = params.shape.sizes.hidden - task.column;
     const uint32_t bytes = 2 * static_cast<uint32_t>(columns < kTileN ? columns : kTileN);
-#pragma unroll
-    for (uint32_t i = 0; i < kLaneRows; ++i) {
-        if (home.row[i] == nullptr) continue;
-        const uint32_t source = staging + (i * ptx::kWarpThreads + lane) * kStagedRowBytes;
-        ptx::bulk_store(home.row[i] + 2 * static_cast<int64_t>(task.column), source, bytes);
+    const int32_t left = task.valid_rows - static_cast<int32_t>(part * kPartRows);
+    const uint32_t rows = left < static_cast<int32_t>(kPartRows) ? static_cast<uint32_t>(left) : kPartRows;
+    if (ptx::elect_one()) {
+#pragma unroll 8
+        for (uint32_t row = 0; row < rows; ++row) {
+            const uint64_t to = ptx::load_shared<uint64_t>(staged_home(shared, part, row));
+            ptx::bulk_store(reinterpret_cast<void*>(to), shared.staging(part) + row * kStagedRowBytes, bytes);
+        }
     }
 }
 

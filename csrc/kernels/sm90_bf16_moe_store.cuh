@@ -7,24 +7,23 @@
 
 namespace mok::moe_forward_detail {
 
-/// gate and up of a part, staged side by side: lanes 0 and 1 store gate's boxes, 2 and 3 up's.
+/// gate and up of a part, staged side by side.
 MOK_DEVICE void store_gate_up(const MoeForwardParams& params, const TileTask& task, uint32_t part,
-                              uint32_t staging, uint32_t lane) {
+                              uint32_t staging) {
     constexpr uint32_t kBoxes = kTileN / 2 / kBoxColumns;
     const MoeRows& rows = rows_of(params, task);
-    const int32_t column = task.column + static_cast<int32_t>(lane % kBoxes * kBoxColumns);
     const int32_t row =
         task.row_block * static_cast<int32_t>(kTileM) + static_cast<int32_t>(part * kPartRows);
-    if (lane < 2 * kBoxes && column < inner_of(params, task)) {
-        ptx::tma_store_2d(lane < kBoxes ? &rows.gate : &rows.up, column, row, staging + lane * kRowBoxBytes);
-    }
+    const int32_t columns = inner_of(params, task);
+    store_boxes<kBoxes>(&rows.gate, task.column, row, columns, staging);
+    store_boxes<kBoxes>(&rows.up, task.column, row, columns, staging + kBoxes * kRowBoxBytes);
 }
 
 MOK_DEVICE void store_hidden(const MoeForwardParams& params, const TileTask& task, uint32_t part,
-                             uint32_t staging, uint32_t lane) {
+                             uint32_t staging) {
     store_boxes<kTileN / 2 / kBoxColumns>(&rows_of(params, task).hidden, task.column,
                                           task.row + static_cast<int32_t>(part * kPartRows),
-                                          inner_of(params, task), staging, lane);
+                                          inner_of(params, task), staging);
 }
 
 /// The whole warp.
@@ -44,20 +43,15 @@ MOK_DEVICE bool run_store_warp(const MoeForwardParams& params, const Shared& sha
         uint32_t* counter =
             counter_address(params, gate_up ? Counter::kGateUp : Counter::kHiddenRead,
                             schedule::counter_block(params.shape, is_shared(task), task.row_block));
-        HomeRows home[kParts] = {};
-        if (!gate_up) {
-#pragma unroll
-            for (uint32_t part = 0; part < kParts; ++part) home[part] = home_rows(params, task, part, lane);
-        }
+        if (!gate_up) stage_homes(params, shared, task, lane);
         for (uint32_t round = 0; round < rounds; ++round) {
             store_staged(shared, staging, task.parts(), deadline, [&](uint32_t part) {
-                const uint32_t source = shared.staging(part);
                 if (!gate_up) {
-                    store_rows(params, task, home[part], source, lane);
+                    store_rows(params, shared, task, part);
                 } else if (round < saved_rounds) {
-                    store_gate_up(params, task, part, source, lane);
+                    store_gate_up(params, task, part, shared.staging(part));
                 } else {
-                    store_hidden(params, task, part, source, lane);
+                    store_hidden(params, task, part, shared.staging(part));
                 }
             });
             // What is staged has been multiplied by all of h's columns: TMA has read them.
