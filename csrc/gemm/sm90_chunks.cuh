@@ -88,11 +88,9 @@ MOK_DEVICE bool take_chunk(const Shared& shared, StagingCursor& cursor, uint32_t
     return true;
 }
 
-/// The store warp, after it has issued stores from a chunk: gives the stage back for the warps of `parts`
-/// parts.
+/// The store warp, after all its lanes have waited for the chunk's stores: gives the stage back for the warps
+/// of `parts` parts.
 MOK_DEVICE void release_chunk(const Shared& shared, uint32_t stage, uint32_t parts, uint32_t lane) {
-    ptx::bulk_commit();
-    ptx::bulk_wait_read<0>();
     ptx::sync_warp();
     if (lane < parts * kPartWarps) ptx::mbar_arrive(shared.stage_empty(stage));
 }

@@ -16,10 +16,10 @@
 //   8-11    consumers of rows 64-127                        staging_empty, weights_staged
 //
 // Order, besides the forward kernel's. A chunk: TMA load, stage_full; ldmatrix, stmatrix in place,
-// fence.proxy.async, staged; TMA store, wait_group.read, stage_empty. Partial sums, weights and bias
-// gradients are ordinary stores before staged, whose red.release by the store warp is cumulative. dout read
-// by ordinary loads: fence.proxy.async before kDxRead. Everything stored is complete (wait_group) before its
-// counter.
+// fence.proxy.async, staged; TMA store, the next chunk's, wait_group.read, stage_empty. Partial sums, weights
+// and bias gradients are ordinary stores before staged, whose red.release by the store warp is cumulative.
+// dout read by ordinary loads: fence.proxy.async before kDxRead. Everything stored is complete (wait_group)
+// before its counter.
 #pragma once
 
 #include "csrc/gemm/sm90_block.cuh"

@@ -37,18 +37,28 @@ struct StoreWarp {
     }
 
     /// Calls body(chunk, part, stage) for each part of each chunk that the consumers have left, then gives
-    /// the chunk's stage back.
+    /// the chunk's stage back, behind the next chunk's stores: those would otherwise wait for its own.
     template <typename Body>
     MOK_DEVICE void for_chunks(const BackwardTask& task, const Body& body) {
+        static_assert(kStages >= 2);  // the next chunk does not need this one's stage
         uint32_t stage = (stages.slot + static_cast<uint32_t>(stages_of(task) - task.chunks)) % kStages;
-        for (int32_t chunk = 0; chunk < task.chunks && !deadline.expired; ++chunk) {
+        for (int32_t chunk = 0; chunk < task.chunks; ++chunk) {
 #pragma unroll
             for (uint32_t part = 0; part < kParts; ++part) {
                 if (deadline.expired || !task.has_part(part)) continue;
                 deadline.expired |= !take_chunk(shared, staging[part], part, lane, deadline,
                                                 [&] { body(chunk, part, stage); });
             }
-            release_chunk(shared, stage, task.parts(), lane);
+            if (deadline.expired) return;
+            ptx::bulk_commit();
+            if (chunk > 0) {
+                ptx::bulk_wait_read<1>();
+                release_chunk(shared, (stage + kStages - 1) % kStages, task.parts(), lane);
+            }
+            if (chunk + 1 == task.chunks) {
+                ptx::bulk_wait_read<0>();
+                release_chunk(shared, stage, task.parts(), lane);
+            }
             stage = stage + 1 == kStages ? 0 : stage + 1;
         }
     }
