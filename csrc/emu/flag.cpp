@@ -99,6 +99,7 @@ void flag_written(const void* address, bool keeps, const FlagOrder& order) {
             hand_on(flag, me, std::min(kScopes[i], order.scope), me.released[i]);
         }
     }
+    if (order.scope == Scope::kSys) me.on_its_way = address;
     note_progress();
     wake_watchers(address);
 }
@@ -107,6 +108,7 @@ void fence(Scope scope) {
     Thread& me = *machine->current;
     const size_t farthest = distance(scope);
     for (size_t i = 0; i <= farthest; ++i) acquire(me, me.seen[i]);
+    if (scope == Scope::kSys) me.on_its_way = nullptr;
     me.released[farthest] = {};
     release(me, me.released[farthest]);
 }

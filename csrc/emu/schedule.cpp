@@ -284,6 +284,12 @@ uint64_t timer_ns() {
 }
 
 void trap() {
+    const void* stored = machine->current->on_its_way;
+    if (stored != nullptr) {
+        fail(ErrorKind::kUsage, text("may end the context while its store to %s is on the way: "
+                                     "fence_acq_rel_sys must lie between",
+                                     describe_global(stored).c_str()));
+    }
     throw KernelTrapped{};
 }
 

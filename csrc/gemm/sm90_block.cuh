@@ -16,7 +16,9 @@ MOK_DEVICE bool begin_block(const Shared& shared, const ptx::WaitLimits& limits)
 /// of time. Without a record the workspace was told to end, which is no error of this kernel.
 MOK_DEVICE void end_block(const ptx::WaitLimits& limits, bool is_expired) {
     if (!ptx::sync_block_or(is_expired)) return;
-    if (ptx::thread_idx() == 0 && ptx::ld_relaxed_sys(&limits.record->complete) != 0) ptx::trap();
+    if (ptx::thread_idx() == 0 && ptx::ld_relaxed_sys(&limits.record->complete) != 0) {
+        ptx::trap_recorded(limits);
+    }
 }
 
 /// A kernel's whole block, from its start to its end. Each role is a function that the whole warp calls,

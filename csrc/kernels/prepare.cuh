@@ -39,7 +39,7 @@ namespace prepare {
 MOK_DEVICE bool meet(const PrepareParams& params, uint32_t blocks, PreparePlace place) {
     ptx::Deadline deadline(params.limits, static_cast<uint32_t>(place));
     if (grid_barrier(params.barrier, blocks, deadline)) return true;
-    if (deadline.timed_out) ptx::trap();
+    if (deadline.timed_out) ptx::trap_recorded(params.limits);
     return false;
 }
 

@@ -73,6 +73,7 @@ BUGS = {
     "kEndsBeforePeer": ("order", "the end of rank", "window + ", "the host"),
     "kWaitsForNothing": ("deadlock", "flags + 0 of rank 1: 1 expected, 0 seen"),
     "kTraps": ("deadlock", "flags + 8 of rank 0: 1 expected, 0 seen"),
+    "kTrapsAtOnce": ("usage", "trap at", "flags + 8 of rank 0", "fence_acq_rel_sys"),
     # Clusters
     "kLeavesCluster": ("exited", "load_shared_cluster", "cluster barrier before the end"),
     "kPublishesWithPlainArrive": ("order", "letter", "mbar_arrive_cluster_release"),

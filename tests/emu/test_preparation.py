@@ -65,7 +65,22 @@ def test_kernels_of_an_ended_workspace_leave(emulator, blocks, warps):
     for seed in range(8):
         options = emulator.RunOptions(seed=seed)
         arguments = (case.settings(), case.max_tokens, case.ids(), x, 2, blocks, warps)
-        assert emulator.prepare(*arguments, options, ended_rank=0) == []
+        emulator.prepare(*arguments, options, ended_rank=0)
         result = emulator.last_result()
         assert result.trapped == []
         assert result.warnings == []
+
+
+def test_a_block_whose_time_is_up_waits_for_its_record(emulator):
+    """The blocks of a small call that wait for the one that meets the peers, of whom one has ended
+    without a word."""
+    case = Case((20, 15), 4, 8, save="all")
+    x = [np.ones((count, case.hidden), np.int16) for count in case.tokens]
+    emulator.set_num_multiprocessors(8)
+    trapped = []
+    for seed in range(20):
+        options = emulator.RunOptions(seed=seed, time_outs=True)
+        arguments = (case.settings(), case.max_tokens, case.ids(), x, 1, 3, 4, options)
+        emulator.prepare(*arguments, x_in_heap=True, ended_rank=1)
+        trapped += emulator.last_result().trapped
+    assert "mok's preparation kernel" in trapped

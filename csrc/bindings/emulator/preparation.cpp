@@ -51,10 +51,14 @@ class PreparationRun {
         for (int rank = 0; rank < num_ranks_; ++rank) add_rank(rank);
     }
 
-    py::list run(const emu::RunOptions& options) {
+    py::list run(emu::RunOptions options) {
+        if (argument_.ended_rank >= 0) options.ended.rank = argument_.ended_rank;
         session_.run(options);
         py::list results;
-        if (argument_.ended_rank >= 0) return results;  // nothing was prepared
+        if (argument_.ended_rank >= 0) {  // nothing was prepared
+            results.append(published(argument_.ended_rank));
+            return results;
+        }
         for (int rank = 0; rank < num_ranks_; ++rank) results.append(result(rank));
         return results;
     }
@@ -115,6 +119,7 @@ class PreparationRun {
         inputs.group = {window, stride, record, rank, num_ranks_};
         inputs.ids_offset = layout_.ids;
         inputs.limits = {kLimitNs, &control_head(window)->device.expired, &record->wait, rank};
+        session_.set_end_word(rank, inputs.limits.expired);
         const bool stages = inputs.header.num_tokens > 0 && !argument_.x_in_heap;
         const launch::StagedRows x{stages ? inputs.x.data : nullptr, row_bytes, row_bytes, layout_.x};
         void* scratch = session_.scratch("preparation",
@@ -127,6 +132,19 @@ class PreparationRun {
                     : launch::launch_prepare(preparation, inputs, scratch, &stream));
             if (num_ranks_ > 1) launch::launch_peer_barrier(inputs.group, PeerPhase::kOutputs, &stream);
         }
+    }
+
+    /// What peers read of a rank's window.
+    py::dict published(int rank) const {
+        char* window = static_cast<char*>(windows_[static_cast<size_t>(rank)]);
+        const RankCall& own = ranks_[static_cast<size_t>(rank)];
+        py::dict result;
+        result["header"] =
+            bindings::to_array(reinterpret_cast<const int64_t*>(control_head(window)->header), kHeaderWords);
+        result["ids"] =
+            bindings::to_array(reinterpret_cast<const int32_t*>(window + layout_.ids), own.ids.size());
+        result["x"] = bindings::to_array(reinterpret_cast<const int16_t*>(window + layout_.x), own.x.size());
+        return result;
     }
 
     py::dict result(int rank) const {
@@ -181,10 +199,12 @@ py::list prepare(const py::dict& settings, int64_t max_tokens, const std::vector
 }  // namespace
 
 void bind_preparation(py::module_& module) {
-    module.def("prepare", &prepare, py::arg("settings"), py::arg("max_tokens"), py::arg("ids"), py::arg("x"),
-               py::arg("calls"), py::arg("most_blocks"), py::arg("warps"), py::arg("options"),
-               py::arg("may_be_small") = true, py::arg("x_in_heap") = false, py::arg("ended_rank") = -1,
-               "Each rank's prepared call as arrays, and the rows of x as it reaches those of all ranks.");
+    module.def(
+        "prepare", &prepare, py::arg("settings"), py::arg("max_tokens"), py::arg("ids"), py::arg("x"),
+        py::arg("calls"), py::arg("most_blocks"), py::arg("warps"), py::arg("options"),
+        py::arg("may_be_small") = true, py::arg("x_in_heap") = false, py::arg("ended_rank") = -1,
+        "Each rank's prepared call as arrays, and the rows of x as it reaches those of all ranks; where "
+        "a rank has ended before: what its window shows its peers instead.");
 }
 
 }  // namespace mok::emulator

@@ -145,6 +145,7 @@ constexpr Planted kPlanted[] = {
     MOK_BUG(ranks, kEndsBeforePeer),
     MOK_BUG(ranks, kWaitsForNothing),
     MOK_BUG(ranks, kTraps),
+    MOK_BUG(ranks, kTrapsAtOnce),
     MOK_BUG(cluster, kLeavesCluster),
     MOK_BUG(cluster, kPublishesWithPlainArrive),
     MOK_BUG(cluster, kWaitsAtBlockScope),

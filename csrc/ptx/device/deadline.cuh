@@ -3,6 +3,7 @@
 // leaves its loops; a thread whose own time was up traps at the end.
 #pragma once
 
+#include "csrc/ptx/device/fence.cuh"
 #include "csrc/ptx/device/flag.cuh"
 #include "csrc/ptx/device/special.cuh"
 #include "csrc/ptx/wait_record.h"
@@ -49,6 +50,18 @@ struct Deadline {
         return true;
     }
 };
+
+/// Traps once the record of a wait whose time was up has arrived, whichever thread has written it: the trap
+/// may end the context, and with it stores that are on their way to the host. A workspace that was told to
+/// end has no record (sm_70).
+MOK_DEVICE void trap_recorded(const WaitLimits& limits) {
+    constexpr uint32_t kPolls = 1000;  // a record is written in microseconds, and each poll takes about one
+    fence_acq_rel_sys();
+    for (uint32_t poll = 0; poll < kPolls; ++poll) {
+        if (ld_acquire_sys(&limits.record->complete) != 0) break;
+    }
+    trap();
+}
 
 /// Polls `test(seen)` until it is true; false when the time is up. `seen` is what the test read last.
 template <typename Test>

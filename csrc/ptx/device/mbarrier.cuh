@@ -121,7 +121,7 @@ MOK_DEVICE bool mbar_wait_both(uint32_t barrier_0, uint32_t barrier_1, uint32_t 
 MOK_DEVICE void mbar_wait_landed(uint32_t barrier, uint32_t parity, Deadline& deadline) {
     const uint64_t begin = timer_ns();
     while (!mbar_try(barrier, parity)) {
-        if (deadline.is_time_up(begin, parity, 0)) trap();
+        if (deadline.is_time_up(begin, parity, 0)) trap_recorded(deadline.limits);
     }
 }
 

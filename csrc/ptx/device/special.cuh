@@ -71,8 +71,9 @@ MOK_DEVICE void sleep_ns(uint32_t nanoseconds) {
     asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds) : "memory");
 }
 
-/// trap: ends the kernel with an error; never inside a setmaxnreg branch, whose registers ptxas would cap
-/// (all architectures).
+/// trap: ends the kernel with an error, and the context perhaps before what was stored for the host is there:
+/// trap_recorded waits for that. A setmaxnreg branch with a trap keeps its own number of registers, seen with
+/// ptxas 13.0 (all architectures).
 MOK_DEVICE void trap() {
     asm volatile("trap;");
 }

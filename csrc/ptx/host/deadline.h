@@ -2,6 +2,7 @@
 // changed. Its limit counts only where a test asks for time-outs, once nothing else can move.
 #pragma once
 
+#include "csrc/ptx/host/fence.h"
 #include "csrc/ptx/host/flag.h"
 #include "csrc/ptx/host/special.h"
 #include "csrc/ptx/wait_record.h"
@@ -63,6 +64,16 @@ struct Deadline {
         return end > begin ? end : ~uint64_t{0};
     }
 };
+
+/// Traps once the record of a wait whose time was up has arrived.
+MOK_DEVICE void trap_recorded(const WaitLimits& limits, Site site = Site::current()) {
+    constexpr uint32_t kPolls = 1000;
+    fence_acq_rel_sys(site);
+    for (uint32_t poll = 0; poll < kPolls; ++poll) {
+        if (ld_acquire_sys(&limits.record->complete, site) != 0) break;
+    }
+    trap(site);
+}
 
 namespace deadline_detail {
 

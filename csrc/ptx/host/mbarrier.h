@@ -125,7 +125,9 @@ MOK_DEVICE void mbar_wait_landed(uint32_t barrier, uint32_t parity, Deadline& de
     const uint64_t begin = timer_ns();
     while (!emu::mbarrier_test(barrier, parity, emu::Scope::kBlock)) {
         const emu::Wake wake = emu::mbarrier_sleep(barrier, parity, deadline.end_ns(begin));
-        if (wake == emu::Wake::kTimeUp && deadline.is_time_up(begin, parity, 0)) trap();
+        if (wake == emu::Wake::kTimeUp && deadline.is_time_up(begin, parity, 0)) {
+            trap_recorded(deadline.limits);
+        }
     }
 }
 

@@ -68,6 +68,7 @@ enum class Bug : uint32_t {
     kEndsBeforePeer,
     kWaitsForNothing,
     kTraps,
+    kTrapsAtOnce,
     // cluster.h
     kLeavesCluster,
     kPublishesWithPlainArrive,

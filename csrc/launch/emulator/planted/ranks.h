@@ -21,12 +21,16 @@ __global__ void ranks_kernel(const __grid_constant__ Params p) {
     ptx::Deadline deadline(p.limits, kReadyPlace);
     deadline.peer = 1 - p.rank;
     if (p.has(Bug::kTraps) && p.rank == 1) ptx::trap();
+    if (p.has(Bug::kTrapsAtOnce) && p.rank == 1 && lane == 0) {
+        ptx::st_release_sys(p.peer_flags + kBegun, 1u);
+        ptx::trap();
+    }
     if (p.has(Bug::kTouchesPrivate) && p.rank == 1) ptx::ld_relaxed_sys(p.peer_words);
     // The peer's host has prepared its window before its kernel begins.
     if (lane == 0) ptx::st_release_sys(p.peer_flags + kBegun, 1u);
     if (!p.has(Bug::kReadsPeerTooEarly)) {
         if (lane == 0) ptx::wait_reached_acquire_sys(p.flags + kBegun, 1, deadline);
-        if (ptx::any_lane(deadline.expired)) ptx::trap();
+        if (ptx::any_lane(deadline.expired)) ptx::trap_recorded(p.limits);
         ptx::sync_warp();
     }
     const float hello = ptx::load_global(p.peer_window + kHello + lane);
@@ -56,7 +60,7 @@ __global__ void ranks_kernel(const __grid_constant__ Params p) {
             ptx::wait_reached_acquire_sys(ready, 1, deadline);
         }
     }
-    if (ptx::any_lane(deadline.expired)) ptx::trap();
+    if (ptx::any_lane(deadline.expired)) ptx::trap_recorded(p.limits);
     ptx::sync_warp();
     ptx::store_global(p.out + lane, ptx::load_global(p.window + lane));
     // What the host reads next is what the peer writes: not before it has said that it is done.
@@ -65,7 +69,7 @@ __global__ void ranks_kernel(const __grid_constant__ Params p) {
     if (lane == 0) {
         ptx::st_release_sys(p.peer_flags + kDone, 1u);
         if (p.has(Bug::kEndsBeforePeer)) return;
-        if (!ptx::wait_reached_acquire_sys(p.flags + kDone, 1, deadline)) ptx::trap();
+        if (!ptx::wait_reached_acquire_sys(p.flags + kDone, 1, deadline)) ptx::trap_recorded(p.limits);
     }
 }
 
