@@ -8,6 +8,11 @@
 // scope by one thread), all arrivals before the last block's peer barrier, whose release at system scope is
 // cumulative over them. Peers read behind that barrier; the window is written again behind the second barrier
 // of the call, when all have read it.
+//
+// A rank that has ended publishes nothing: it did not wait for peers, and one that is late may still read
+// what the call before has published; it would count old ids and place new ones, outside of its arrays. What
+// the host has copied or zeroed in the window ahead of this kernel (rows that are not aligned, weights, their
+// gradients) are values: such a peer computes wrong numbers, in a call that fails there too.
 #pragma once
 
 #include "csrc/comm/device/peer_barrier.cuh"
@@ -53,14 +58,18 @@ MOK_DEVICE void copy_rows(const PublishedRows& rows, int64_t num_rows, int64_t f
 
 }  // namespace publish_detail
 
-/// Everything of `inputs` into this rank's window, by the threads first, first + step, ... of a grid.
+/// Everything of `inputs` into this rank's window, by the threads first, first + step, ... of a grid; nothing
+/// where the rank has ended.
 MOK_DEVICE void publish_inputs(const PeerGroup& group, const Published& inputs, int64_t first, int64_t step) {
+    // Looked at by stores only, so that the first loads do not wait for it.
+    const bool ended = ptx::ld_relaxed_gpu(&device_state(group)->expired) != 0;
     for (int64_t slot = first; slot < inputs.num_slots; slot += step) {
         const int64_t id = inputs.ids_are_int64
                                ? ptx::load_global(static_cast<const int64_t*>(inputs.topk_ids) + slot)
                                : ptx::load_global(static_cast<const int32_t*>(inputs.topk_ids) + slot);
-        ptx::store_global(inputs.ids + slot, normalized_expert(id, inputs.num_experts));
+        if (!ended) ptx::store_global(inputs.ids + slot, normalized_expert(id, inputs.num_experts));
     }
+    if (ended) return;
     if (first < kHeaderWords) {
         const auto* words = reinterpret_cast<const int64_t*>(&inputs.header);
         auto* header = reinterpret_cast<int64_t*>(call_header(group, static_cast<uint32_t>(group.rank)));

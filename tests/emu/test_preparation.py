@@ -71,6 +71,24 @@ def test_kernels_of_an_ended_workspace_leave(emulator, blocks, warps):
         assert result.warnings == []
 
 
+@pytest.mark.parametrize(("blocks", "warps"), [(4, 2), (1, 4), (3, 16), (1, 16)])
+@pytest.mark.parametrize("x_in_heap", [False, True])
+def test_an_ended_rank_leaves_alone_what_it_has_published(emulator, blocks, warps, x_in_heap):
+    """A peer that is late may still read the call before, whose ids it has counted already. This
+    one waits in vain: it has not been told."""
+    case = Case((40, 30), 4, 8)
+    x = [np.ones((count, case.hidden), np.int16) for count in case.tokens]
+    emulator.set_num_multiprocessors(8)
+    for seed in range(8):
+        options = emulator.RunOptions(seed=seed, time_outs=True)
+        arguments = (case.settings(), case.max_tokens, case.ids(), x, 1, blocks, warps)
+        [left] = emulator.prepare(*arguments, options, x_in_heap=x_in_heap, ended_rank=1)
+        assert emulator.last_result().trapped
+        assert not left["header"].any()
+        assert (left["ids"] == -1).all()
+        assert (left["x"] == (1 if x_in_heap else -1)).all()
+
+
 def test_a_block_whose_time_is_up_waits_for_its_record(emulator):
     """The blocks of a small call that wait for the one that meets the peers, of whom one has ended
     without a word."""
