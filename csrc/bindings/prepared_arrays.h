@@ -13,6 +13,7 @@ namespace mok::bindings {
 
 /// Everything in memory that the host can read.
 struct PreparedView {
+    const schedule::ScheduleShape* shape;
     const schedule::Table* table;
     schedule::PullUnits units;
     const int32_t* row_peer;
@@ -58,6 +59,7 @@ inline pybind11::dict prepared_arrays(const PreparedView& view) {
         std::copy(std::begin(values), std::end(values), row);
     });
     result["unit_begin"] = to_array(table.unit_begin, table.num_pieces + 1);
+    result["reused_piece"] = to_array(table.reused_piece, table.num_reused(*view.shape));
     result["idle_experts"] = to_array(table.idle_experts, table.num_idle);
     const PullUnits& units = view.units;
     result["units"] =
@@ -76,7 +78,7 @@ inline pybind11::dict prepared_arrays(const PreparedView& view) {
 
 inline pybind11::dict prepared_arrays(const schedule::HostSchedule& host) {
     const Plan& plan = host.plan();
-    return prepared_arrays(PreparedView{&host.table(), host.units(), plan.row_peer.data(),
+    return prepared_arrays(PreparedView{&host.shape(), &host.table(), host.units(), plan.row_peer.data(),
                                         plan.row_slot.data(), static_cast<int32_t>(plan.counts.size()),
                                         plan.num_rows()});
 }

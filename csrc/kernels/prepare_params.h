@@ -113,6 +113,7 @@ struct PrepareArrays {
     schedule::Piece* pieces;      // [pieces + 1]
     schedule::Run* runs;          // [runs + 1]
     int32_t* unit_begin;          // [pieces + 1]
+    int32_t* reused_piece;        // [rows / block_m - ring_blocks]
     int32_t* idle_experts;        // [E_local]
 };
 inline constexpr uint32_t kClaimStride = 32;  // words

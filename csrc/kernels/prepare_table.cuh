@@ -62,7 +62,7 @@ MOK_DEVICE void count_zero_units(const Block& block, const Rows& rows) {
     }
 }
 
-/// The table as it will be, but for unit_begin and pulls.
+/// The table as it will be, but for unit_begin, pulls and reused_piece.
 MOK_DEVICE schedule::Table table_of(const Block& block, uint32_t num_pieces, uint32_t num_idle) {
     const PrepareParams& params = block.params;
     const PrepareArrays& arrays = params.arrays;
@@ -164,11 +164,13 @@ MOK_DEVICE schedule::Table make_table(const Block& block) {
 MOK_DEVICE void place_runs(const Block& block, const schedule::Table& table) {
     const PrepareParams& params = block.params;
     const PrepareArrays& arrays = params.arrays;
-    // All lines that the searches below step through come to this multiprocessor at once.
+    const int32_t num_reused = table.num_reused(params.shape);
+    // With them all lines that the searches below step through come to this multiprocessor at once.
 #pragma unroll 1
     for (uint32_t index = block.thread; index < static_cast<uint32_t>(table.num_pieces);
          index += block.threads()) {
-        ptx::load_global(&arrays.pieces[index].begin);
+        schedule::name_reused_blocks(arrays.reused_piece, num_reused, arrays.pieces[index],
+                                     static_cast<int32_t>(index));
     }
 #pragma unroll 1
     for (uint32_t i = block.thread; i <= static_cast<uint32_t>(table.num_runs); i += block.threads()) {
@@ -220,6 +222,7 @@ MOK_DEVICE void finish_table(const Block& block, const Rows& rows, schedule::Tab
         if (i < table.num_runs) continue;
         table.num_routed_tasks = run.task_begin;
         table.num_pulls = run.pull_begin;
+        table.reused_piece = arrays.reused_piece;
         *arrays.table = table;
         *arrays.pulls = schedule::PullUnits{arrays.units, arrays.row_begin, arrays.rows,
                                             static_cast<int32_t>(prefix.all.units)};

@@ -66,6 +66,7 @@ struct Puller {
     PerSlot rows;         // this lane's row of the element in each slot
     PerSlot unsignalled;  // counters of stores whose signals are due
     int32_t run_hint = 0;
+    uint32_t free_block = kNoRow;  // this lane has seen that the ring slot of this row block is free
 
     MOK_DEVICE Puller(const MoeCallParams& params_in, const Shared& shared_in)
         : params(params_in),
@@ -180,18 +181,20 @@ struct Puller {
         return static_cast<uint32_t>(counter_address(params, counter, index) - params.call.counters);
     }
 
-    /// The whole warp, each lane for its own row block.
+    /// The whole warp, each lane for its own row block: once for all pieces of an element's rows.
     MOK_DEVICE void wait_for_slot(uint32_t block) {
         // Leaves the other pass's waits out of this kernel.
         if (params.shape.backward() != kBackward) __builtin_unreachable();
         constexpr int32_t kWaits = kBackward ? 2 : 1;
         const uint32_t ring_blocks = static_cast<uint32_t>(params.shape.ring_blocks);
-        const bool wraps = block != kNoRow && block >= ring_blocks;
+        const bool wraps = block != kNoRow && block != free_block && block >= ring_blocks;
         if (!ptx::any_lane(wraps)) return;
         schedule::Wait waits[schedule::kMaxWaits];
         int32_t num_waits = 0;
-        if (wraps)
+        if (wraps) {
+            free_block = block;
             num_waits = schedule::pull_waits(params.shape, table(), static_cast<int32_t>(block), waits);
+        }
 #pragma unroll
         for (int32_t i = 0; i < kWaits; ++i) wait_for_readers(i < num_waits, waits[i]);
         // The slot's readers were TMA loads; its writers are bulk stores.
@@ -204,7 +207,7 @@ struct Puller {
         if (waits) {
             const Counter which = kBackward ? wait.counter : Counter::kGateUp;
             counter = counter_address(params, which, wait.first);
-            target = static_cast<uint32_t>(schedule::final_value(params.shape, table(), which, wait.first));
+            target = static_cast<uint32_t>(wait.target);
         }
         const bool is_short = counter != nullptr && ptx::ld_acquire_gpu(counter) < target;
         if (!ptx::any_lane(is_short)) return;

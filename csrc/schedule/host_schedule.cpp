@@ -57,6 +57,8 @@ void HostSchedule::fill_table() {
     table_.idle_experts = idle_experts_.data();
     table_.num_idle = static_cast<int32_t>(idle_experts_.size());
     fill_chunks(shape_, table_);
+    reused_piece_.resize(table_.num_reused(shape_));
+    table_.reused_piece = reused_piece_.data();
     PieceCount total{0, 0};
     for (int32_t expert = 0; expert < shape_.sizes.num_local_experts; ++expert) {
         fill_pieces(shape_, table_, expert, total);

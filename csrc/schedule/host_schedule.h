@@ -39,6 +39,7 @@ class HostSchedule {
     std::vector<Piece> pieces_;
     std::vector<Run> runs_;
     std::vector<int32_t> unit_begin_;
+    std::vector<int32_t> reused_piece_;
     std::vector<int32_t> idle_experts_;
     std::vector<PullUnit> units_;
     std::vector<int32_t> row_begin_;

@@ -82,17 +82,22 @@ MOK_HD int32_t pull_waits(const ScheduleShape& shape, const Table& table, int32_
                           Wait (&waits)[kMaxWaits]) {
     if (block < shape.ring_blocks) return 0;
     const int32_t before = block - shape.ring_blocks;
-    const Piece& piece = table.pieces[find_piece(table, before)];
+    const Piece& piece = table.pieces[table.reused_piece[before]];
     const int32_t index = counter_block(shape, false, before);
+    const auto target = [&](Counter counter) {
+        return block_final_value(shape, table, counter, false, piece.expert, piece.chunk, before);
+    };
     if (!shape.backward()) {
         if (shape.saves_x(piece.chunk)) return 0;  // its x lies in the saved context
-        waits[0] = Wait{Counter::kGateUp, index, index + 1, kFinal};
+        waits[0] = Wait{Counter::kGateUp, index, index + 1, target(Counter::kGateUp)};
         return 1;
     }
     int32_t n = 0;
-    if (shape.routed.per_block(Phase::kDx) > 0) waits[n++] = Wait{Counter::kDxRead, index, index + 1, kFinal};
-    if (shape.routed.span_tiles() > 0) {
-        waits[n++] = Wait{Counter::kSpanRead, piece.spans_before, piece.spans_before + 1, kFinal};
+    if (shape.routed.per_block(Phase::kDx) > 0) {
+        waits[n++] = Wait{Counter::kDxRead, index, index + 1, target(Counter::kDxRead)};
+    }
+    if (const int32_t tiles = shape.routed.span_tiles(); tiles > 0) {
+        waits[n++] = Wait{Counter::kSpanRead, piece.spans_before, piece.spans_before + 1, tiles};
     }
     return n;
 }

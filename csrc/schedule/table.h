@@ -47,6 +47,7 @@ struct Table {
     Piece* pieces;
     Run* runs;
     int32_t* unit_begin;           // [num_pieces + 1] pull units of earlier pieces
+    int32_t* reused_piece;         // [num_reused()] the piece of a row block: what pulls look up
     int32_t* idle_experts;         // [num_idle] local experts without rows
     const int64_t* segment_begin;  // [E_local + 1], padded rows
     const int64_t* counts;         // [E_local], routes
@@ -61,6 +62,10 @@ struct Table {
 
     MOK_HD int32_t num_spans() const { return pieces[num_pieces].spans_before; }
     MOK_HD int32_t first_chunk_end() const { return num_chunks > 0 ? chunks[0].end : 0; }
+    /// Row blocks whose ring slots serve again: the first so many.
+    MOK_HD int32_t num_reused(const ScheduleShape& shape) const {
+        return num_blocks > shape.ring_blocks ? num_blocks - shape.ring_blocks : 0;
+    }
 };
 
 /// Most entries that any routing can need, for allocation before the routing is known.
@@ -159,11 +164,18 @@ MOK_HD PieceCount pieces_of_segment(const ScheduleShape& shape, const Table& tab
     return count;
 }
 
+/// The entries of Table::reused_piece that are piece `index`.
+MOK_HD void name_reused_blocks(int32_t* reused_piece, int32_t num_reused, const Piece& piece, int32_t index) {
+    const int32_t end = piece.end < num_reused ? piece.end : num_reused;
+    for (int32_t block = piece.begin; block < end; ++block) reused_piece[block] = index;
+}
+
 /// Writes a segment's pieces behind `before`, the sum of pieces_of_segment over the segments in front of it.
 MOK_HD void fill_pieces(const ScheduleShape& shape, const Table& table, int32_t segment, PieceCount before) {
     int32_t next = before.pieces;
     for_each_piece(shape, table, segment, [&](Piece piece) {
         piece.spans_before += before.spans;
+        name_reused_blocks(table.reused_piece, table.num_reused(shape), piece, next);
         table.pieces[next++] = piece;
     });
 }

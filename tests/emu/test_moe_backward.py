@@ -64,6 +64,9 @@ CASES = {
     "no routes": Case((50, 50), none_share=1.0),
     "one block": Case((150, 70), num_blocks=1),
     "rows in pieces": Case((20, 10), hidden=4104, intermediate=8, num_experts=2),
+    "rows in pieces, chunks": Case(
+        (30, 10), hidden=4104, intermediate=8, num_experts=6, ring_rows=128
+    ),
 }
 
 

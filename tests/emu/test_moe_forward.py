@@ -42,6 +42,9 @@ CASES = {
     "more choices than lanes": Layer((40,), num_experts=48, top_k=40, hidden=16, intermediate=8),
     "a short pull list": Layer((3, 4), num_blocks=3, top_k=1),
     "rows in pieces": Layer((20, 10), hidden=4104, intermediate=8, num_experts=2),
+    "rows in pieces, chunks": Layer(
+        (30, 10), hidden=4104, intermediate=8, num_experts=6, ring_rows=128
+    ),
 }
 
 

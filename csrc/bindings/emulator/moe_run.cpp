@@ -178,6 +178,7 @@ schedule::PreparedCall MoeRun::prepared(int rank, const ptx::WaitLimits& limits)
     move("pieces", table.pieces, table.num_pieces + 1);
     move("runs", table.runs, table.num_runs + 1);
     move("unit_begin", table.unit_begin, table.num_pieces + 1);
+    move("reused_piece", table.reused_piece, table.num_reused(host.shape()));
     move("idle_experts", table.idle_experts, table.num_idle);
     move("segment_begin", table.segment_begin, experts + 1);
     move("counts", table.counts, experts);

@@ -152,8 +152,8 @@ class PreparationRun {
         const schedule::PreparedCall& call = prepared_[static_cast<size_t>((rank + 1) * argument_.calls - 1)];
         const int32_t experts = preparation.plan.num_local_experts();
         const schedule::Table& table = *call.table;
-        py::dict result = bindings::prepared_arrays(
-            {&table, *call.units, call.row_peer, call.row_slot, experts, table.segment_begin[experts]});
+        py::dict result = bindings::prepared_arrays({&preparation.shape, &table, *call.units, call.row_peer,
+                                                     call.row_slot, experts, table.segment_begin[experts]});
         result["ids"] = bindings::to_array(call.ids, ranks_[static_cast<size_t>(rank)].ids.size());
         result["counters"] = bindings::to_array(
             call.counters, schedule::counter_layout(preparation.shape, table).begin[schedule::kNumCounters]);

@@ -101,6 +101,7 @@ class HeldPreparation {
         const auto pieces = take(table.pieces, table.num_pieces + 1);
         const auto runs = take(table.runs, table.num_runs + 1);
         const auto unit_begin = take(table.unit_begin, table.num_pieces + 1);
+        const auto reused = take(table.reused_piece, table.num_reused(held_.preparation().shape));
         const auto idle = take(table.idle_experts, table.num_idle);
         const auto segments = take(table.segment_begin, experts + 1);
         const auto counts = take(table.counts, experts);
@@ -110,8 +111,8 @@ class HeldPreparation {
         const int64_t num_rows = segments.back();
         const auto row_peer = fetch(prepared_.row_peer, num_rows);
         const auto row_slot = fetch(prepared_.row_slot, num_rows);
-        py::dict result =
-            bindings::prepared_arrays({&table, units, row_peer.data(), row_slot.data(), experts, num_rows});
+        py::dict result = bindings::prepared_arrays(
+            {&held_.preparation().shape, &table, units, row_peer.data(), row_slot.data(), experts, num_rows});
         result["ids"] =
             to_numpy(fetch(prepared_.ids, held_.sizes().num_tokens * held_.preparation().plan.top_k));
         const int64_t counters =
