@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds mok, runs the GPU tests and benchmarks; for a machine with GPUs that is lent for minutes.
+# Builds mok, runs the GPU tests and benchmarks; for a machine with GPUs at hand for minutes only.
 #
 #   OUT=/some/folder tools/gpu_check.sh [step ...]
 #
@@ -17,7 +17,7 @@ cd "$(dirname "$0")/.." || exit 1
 exec </dev/null
 export OUT=${OUT:-build/gpu-check} PYTHON=${PYTHON:-python} PYTHONPATH=$PWD
 export PYTHONDONTWRITEBYTECODE=1 MOK_REQUIRE_GPU=1
-# NVLink multicast is nothing that mok uses, and a lent host does not stand it.
+# NVLink multicast is nothing that mok uses, and not every host stands it.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 budget=${BUDGET:-520}
 mkdir -p "$OUT"

@@ -170,8 +170,7 @@ void multiply(const Operand& a, const uint32_t* b, int64_t m, int64_t n, int64_t
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------
-// The table's entries
+// The table's entries.
 
 inline bool uses_pairs(DType compute) {
     return kHasPairs && compute == DType::kBFloat16;

@@ -23,8 +23,8 @@ struct ExpertSet {
     int64_t num_experts;
     int64_t hidden;
     int64_t intermediate;
-    const float* biases =
-        nullptr;  // [num_experts, 2 I + H]: gate, up, down, FP32, rounded to the compute type
+    /// [num_experts, 2 I + H]: gate, up, down, FP32, rounded to the compute type.
+    const float* biases = nullptr;
 
     const float* b_gate(int64_t expert) const { return weights->b_gate.data ? bias_row(expert) : nullptr; }
     const float* b_up(int64_t expert) const {

@@ -80,8 +80,7 @@ MOK_INLINE float sum_lanes(Floats v) {
     return lanes[0];
 }
 
-// ---------------------------------------------------------------------------------------------------------------
-// Shuffles
+// Shuffles.
 
 template <int... kIndex>
 struct Lanes {};

@@ -117,8 +117,7 @@ void named_barrier(const char* instruction, uint32_t id, uint32_t threads, bool 
     }
 }
 
-// ---- clusters
-// ----------------------------------------------------------------------------------------------
+// Clusters.
 
 namespace {
 
@@ -189,8 +188,7 @@ void cluster_wait(Site site) {
     block_current({WaitKind::kCluster});
 }
 
-// ---- exits
-// -------------------------------------------------------------------------------------------------
+// Exits.
 
 void forget_exited(Thread& thread) {
     Warp& warp = *thread.warp;
@@ -217,8 +215,7 @@ void check_barriers_at_exit(Block& block) {
     }
 }
 
-// ---- registers
-// ---------------------------------------------------------------------------------------------
+// Registers.
 
 void set_registers(uint32_t registers, bool increases, Site site) {
     Thread& me = *machine->current;

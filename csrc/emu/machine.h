@@ -4,9 +4,8 @@
 // Every thread of every block of every rank is a fiber of one OS thread; a seed decides who runs. A wrapper
 // is called by the current thread and does one of these:
 //   enter(...)          then acts at once (loads, stores, barriers, copies): the scheduling point;
-//   deposit(...)        a warp-wide instruction without a result: the lane leaves its operands and goes on;
-//   the
-//                       last of the 32 executes it. No lane can enter anything else before that;
+//   deposit(...)        a warp-wide instruction without a result: the lane leaves its operands, goes on;
+//                       the last of the 32 executes it. No lane can enter anything else before that;
 //   exchange(...)       a warp-wide instruction with a result for each lane: waits for the other lanes.
 // A wrapper owns nothing (no std::string, no vector) across enter, exchange or a wait: a run that fails
 // leaves the other fibers where they are.
@@ -56,8 +55,7 @@ enum class ErrorKind : uint8_t {
 /// Something doubtful that a run survives, reported once per text.
 void warn(const std::string& message);
 
-// ---- who runs
-// ----------------------------------------------------------------------------------------------
+// Who runs.
 
 struct Block;
 struct Warp;
@@ -87,8 +85,7 @@ void sleep();
 /// A number below `bound` from the schedule's generator.
 uint32_t random_below(uint32_t bound);
 
-// ---- memory
-// ------------------------------------------------------------------------------------------------
+// Memory.
 
 enum class Scope : uint8_t { kNone, kBlock, kCluster, kGpu, kSys };  // kNone: an ordinary access
 
@@ -110,8 +107,7 @@ uint8_t* global_access(const void* address, uint32_t bytes, Access access);
 /// mapa.
 uint32_t cluster_address(uint32_t address, uint32_t rank);
 
-// ---- warp-wide instructions
-// --------------------------------------------------------------------------------
+// Warp-wide instructions.
 
 namespace detail {
 inline constexpr size_t kOperandBytes = 48;
@@ -172,8 +168,7 @@ uint64_t exchange(const char* instruction, const Operands& operands, Site site) 
         site);
 }
 
-// ---- asynchronous copies
-// -----------------------------------------------------------------------------------
+// Asynchronous copies.
 
 /// What one copy between global and shared memory moves. Made by the wrapper, kept by the machine until the
 /// copy is complete. Its shared side is one contiguous range; a swizzle permutes inside of it.
@@ -210,8 +205,7 @@ void bulk_commit();
 /// Waits until at most `groups` of the thread's newest groups are unfinished; `reads_only`: have not read.
 void bulk_wait(int groups, bool reads_only);
 
-// ---- wgmma
-// -------------------------------------------------------------------------------------------------
+// wgmma.
 
 struct SharedRange {
     uint32_t begin = 0, end = 0;  // addresses of the block; empty if equal

@@ -99,8 +99,7 @@ bool is_fenced(const AsyncRecord& record, const Thread& thread, Space space);
 
 ThreadStamp stamp_of(Thread& thread, Space space);
 
-// ---- what synchronisation does to views
-// --------------------------------------------------------------------
+// What synchronisation does to views.
 
 uint32_t new_component();
 /// The thread hands on all it knows and did.

@@ -103,7 +103,6 @@ struct Thread {
     std::vector<FenceMark> fence_marks;
     View released[3];  // what fences of scope block, gpu and sys have made ready for a relaxed store
     View seen[3];      // what relaxed loads have seen of writers in the block, on this GPU, elsewhere
-    bool has_fenced_init = false;
     const void* on_its_way = nullptr;  // stored at system scope, with no fence of that scope since
 
     std::unique_ptr<BulkGroups> bulk;

@@ -16,8 +16,7 @@ enum class Wake : uint8_t {
 /// A bounded wait begins (instead of enter): reports name it as long as it sleeps.
 void begin_wait(const char* wrapper, Site site);
 
-// ---- barriers of a block and a cluster
-// ---------------------------------------------------------------------
+// Barriers of a block and a cluster.
 
 /// bar.sync 0; returns whether any thread came with `condition`.
 bool sync_block(const char* instruction, bool condition, Site site);
@@ -31,8 +30,7 @@ void meet_later(const char* instruction, Site site);
 /// setmaxnreg.
 void set_registers(uint32_t registers, bool increases, Site site);
 
-// ---- mbarriers
-// ---------------------------------------------------------------------------------------------
+// mbarriers.
 
 void mbarrier_init(uint32_t address, uint32_t arrivals);
 void mbarrier_invalidate(uint32_t address);
@@ -63,8 +61,7 @@ uint64_t warp_result();
 /// st.async: 16 bytes into another block's shared memory, completing on a barrier there.
 void store_async(uint32_t address, const uint32_t (&words)[4], uint32_t barrier);
 
-// ---- flags
-// -------------------------------------------------------------------------------------------------
+// Flags.
 
 /// Order of one access to a flag. Left out by mutation, it is a relaxed one.
 struct FlagOrder {
@@ -80,8 +77,7 @@ void flag_written(const void* address, bool keeps, const FlagOrder& order);
 void fence(Scope scope);
 void fence_proxy(bool shared, bool global);
 
-// ---- waits with a test of their own
-// ------------------------------------------------------------------------
+// Waits with a test of their own.
 
 /// Between the two, flags that the thread reads are those whose writers wake it.
 void begin_poll();

@@ -144,7 +144,7 @@ MOK_DEVICE void finish_router(const MoeBackwardParams& params, const BackwardTas
     if (is_mine) ptx::store_global(home, sum);
 }
 
-// ---- bias gradients
+// Bias gradients.
 
 /// A thread's two neighbouring columns.
 struct Columns {

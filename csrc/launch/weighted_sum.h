@@ -7,8 +7,8 @@
 
 namespace mok::launch {
 
-/// out_t = rn(w_s y_s + w_0 y_0 + ... + w_{K-1} y_{K-1}) of DESIGN section 3. Row starts are 16-byte aligned
-/// and strides multiples of 16 bytes.
+/// out_t = rn(w_s y_s + w_0 y_0 + ... + w_{K-1} y_{K-1}), summed in FP32 in that order, rounded once.
+/// Row starts are 16-byte aligned and strides multiples of 16 bytes.
 struct WeightedSum {
     DType dtype;
     int64_t tokens;  // 0 is allowed

@@ -1,5 +1,7 @@
 // Everything a kernel may ask of the machine. On the device it is inline PTX; in the emulator (csrc/emu) the
-// same names act on an emulated machine.
+// same names act on an emulated machine. Some (bulk reductions, cache hints, clusters, match_any, a wait for
+// either of two mbarriers) no kernel calls yet: they are part of the interface for kernels to come, and
+// csrc/kernels/*ptx_test*.cuh test them on both sides.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -22,14 +22,11 @@ struct KernelConfig {
     int32_t wgrad_n = 256;
     int32_t bias_n = 256;         // columns per bias-gradient task
     int32_t rows_per_store = 64;  // rows of a tile stored and signalled together: one consumer warpgroup's
-    int32_t stages = 3;           // of the load pipeline
-    int32_t cluster = 1;          // CTAs per cluster
     int32_t group_m = 16;         // row tiles that run side by side through all column tiles
     int32_t lag_waves = 2;        // waves of tasks between a row block's production and its consumption
     int32_t group_waves = 2;      // a long segment is interleaved in groups of about this many waves
     int32_t window_blocks = 8;    // row blocks within which pulls rotate over source ranks
     int32_t pull_bytes = 4096;    // the largest piece of a row that moves as one copy
-    int32_t pull_slots = 4;       // pieces a pull warp holds
 };
 
 /// The last row that serves a layer wins. Measured on H200: a lag of two waves is best at I = 768, three at

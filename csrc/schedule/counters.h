@@ -44,11 +44,6 @@ MOK_HD CounterLayout counter_layout(const ScheduleShape& shape, const Table& tab
     return layout;
 }
 
-/// counter_layout(...).begin of a counter that has a value per row block.
-MOK_HD int64_t block_counter_begin(const ScheduleShape& shape, const Table& table, Counter counter) {
-    return static_cast<int32_t>(counter) * counter_size(shape, table, counter);
-}
-
 /// One value: the counter's `index`, with routed row blocks behind the shared ones.
 MOK_HD int32_t counter_block(const ScheduleShape& shape, bool shared, int32_t block) {
     return shared ? block : shape.num_shared_blocks + block;

@@ -29,8 +29,6 @@ class Simulator {
     /// One run in which each step takes its cost.
     SimResult run_timed(const SimOptions& options, const SimCosts& costs);
 
-    const std::vector<RankModel>& models() const { return models_; }
-
   private:
     static constexpr int32_t kNone = -1;
     static constexpr int32_t kDepth = 2;         // tasks a CTA has loads in flight for

@@ -81,7 +81,6 @@ class SymmHeap {
     /// 256-byte aligned memory of the own window; its peers see it at the same offset. Throws HeapError when
     /// full.
     void* arena_allocate(int64_t bytes);
-    void arena_free(void* block) { arena_->free(block); }
     /// Outlives the heap: what frees a tensor after close.
     std::shared_ptr<Arena> arena() const { return arena_; }
 

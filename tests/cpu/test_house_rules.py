@@ -16,7 +16,7 @@ HARD_CAP = 800
 # Files above the soft cap, each with the reason why splitting it would make it worse.
 LONG_FILES: dict[str, str] = {}
 
-# DESIGN section 4: nothing includes from a layer behind it in this list.
+# From the lowest to the highest, as in docs/architecture.md.
 LAYERS = (
     *("emu", "ptx", "layout", "schedule", "comm", "symm"),
     *("gemm", "kernels", "launch", "cpu", "bindings"),
@@ -25,6 +25,7 @@ LAYERS = (
 ASSEMBLY = r"\b(asm|__asm__)\b\s*(volatile|__volatile__)?\s*\("
 TORCH_OR_PYTHON = r'#\s*include\s*["<](torch|ATen|c10|pybind11|Python\.h)\b'
 TORCH = r'#\s*include\s*["<](torch|ATen|c10)\b'
+RULER = r"^\s*(//[/!]?|\*|/\*).*([-=*~_#/+])\2{5,}|^\s*//[/!]?\s*[-=*~_#+]{3,}\s*$"
 UNFINISHED = r"\b(TODO|FIXME|XXX|HACK)\b"
 PACKAGE_REGISTRIES = (
     "pypi",
@@ -88,11 +89,11 @@ def test_torch_and_pybind11_are_in_bindings_only():
     assert not matches(code_files("csrc/bindings/python"), TORCH)
 
 
-def test_layers_include_only_upwards():
+def test_nothing_includes_from_a_layer_above_its_own():
     wrong = []
     for path in code_files("csrc"):
         layer = path.relative_to(ROOT / "csrc").parts[0]
-        assert layer in LAYERS, f"{path} lies in no layer of DESIGN section 4"
+        assert layer in LAYERS, f"{path} lies in no layer of docs/architecture.md"
         for included in included_layers(path):
             assert included in LAYERS, f"{path} includes csrc/{included}, which is no layer"
             if LAYERS.index(included) > LAYERS.index(layer):
@@ -125,6 +126,11 @@ def test_nothing_is_left_for_later():
     this_file = Path(__file__).resolve()
     paths = [path for path in code_files() if path.resolve() != this_file]
     assert not matches(paths, UNFINISHED)
+
+
+def test_comments_have_no_rulers():
+    paths = [path for path in code_files() if path.suffix in {".h", ".cuh", ".cpp", ".cu"}]
+    assert not matches(paths, RULER)
 
 
 def test_no_package_registry_is_named():
@@ -163,6 +169,9 @@ def test_every_test_file_is_collected():
         (TORCH_OR_PYTHON, "#include <pybind11/pybind11.h>"),
         (TORCH_OR_PYTHON, "# include <Python.h>"),
         (TORCH, '#include "torch/csrc/stable/library.h"'),
+        (RULER, "// ---- clusters ----------"),
+        (RULER, "    // ---"),
+        (RULER, "/**********"),
         (UNFINISHED, "// TODO(me): more"),
     ],
 )

@@ -270,7 +270,6 @@ py::list configs() {
         row["block_m"] = config.block_m;
         row["lag_waves"] = config.lag_waves;
         row["group_m"] = config.group_m;
-        row["stages"] = config.stages;
         result.append(row);
     }
     return result;

@@ -17,11 +17,10 @@
 // its fatal record at every peer, `kind` last. Who waits for an epoch that this rank will not reach looks at
 // the kind now and then, reads the epoch once more (an arrival before the end counts), copies the record to
 // host memory and leaves: kEnded, nothing traps. So does who waits for a rank that another one has given up
-// on
-// (`told` says who wrote last). (b) A wait that is too long is kExpired: the epochs seen go
-// to host memory, the fatal records at all peers name the missing ranks (one that was merely slow need not
-// wait in vain), and the kernel traps at its end. What must outlive the context is performed by then: every
-// thread fences at system scope, the block meets.
+// on (`told` says who wrote last). (b) A wait that is too long is kExpired: the epochs seen go to host
+// memory, the fatal records at all peers name the missing ranks (one that was merely slow need not wait in
+// vain), and the kernel traps at its end. What must outlive the context is performed by then: every thread
+// fences at system scope, the block meets.
 #pragma once
 
 #include "csrc/comm/device/peer_window.cuh"

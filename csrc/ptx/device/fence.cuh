@@ -6,16 +6,6 @@
 
 namespace mok::ptx {
 
-/// fence.acq_rel.cta (sm_70).
-MOK_DEVICE void fence_acq_rel_cta() {
-    asm volatile("fence.acq_rel.cta;" ::: "memory");
-}
-
-/// fence.acq_rel.cluster (sm_90).
-MOK_DEVICE void fence_acq_rel_cluster() {
-    asm volatile("fence.acq_rel.cluster;" ::: "memory");
-}
-
 /// fence.acq_rel.gpu (sm_70).
 MOK_DEVICE void fence_acq_rel_gpu() {
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
@@ -31,19 +21,9 @@ MOK_DEVICE void fence_mbarrier_init_release_cluster() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/// fence.proxy.async: between ordinary and asynchronous accesses, all state spaces (sm_90).
-MOK_DEVICE void fence_proxy_async() {
-    asm volatile("fence.proxy.async;" ::: "memory");
-}
-
-/// The same for shared memory of this block only (sm_90).
+/// fence.proxy.async.shared::cta: between ordinary and asynchronous accesses to shared memory (sm_90).
 MOK_DEVICE void fence_proxy_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-/// The same for shared memory of the cluster: the reader is another block's or a multicast refill (sm_90).
-MOK_DEVICE void fence_proxy_async_shared_cluster() {
-    asm volatile("fence.proxy.async.shared::cluster;" ::: "memory");
 }
 
 /// The same for global memory: between acquiring what others wrote and loading it by TMA (sm_90).

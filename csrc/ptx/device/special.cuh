@@ -45,13 +45,6 @@ MOK_DEVICE uint32_t lanes_before() {
     return mask;
 }
 
-/// %smid: the multiprocessor that runs this block (all architectures).
-MOK_DEVICE uint32_t sm_idx() {
-    uint32_t sm;
-    asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-    return sm;
-}
-
 /// %globaltimer: nanoseconds, the same clock on all multiprocessors, in steps of up to a microsecond (sm_30).
 MOK_DEVICE uint64_t timer_ns() {
     uint64_t now;

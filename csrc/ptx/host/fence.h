@@ -21,16 +21,6 @@ inline void fence_proxy(const char* wrapper, bool shared, bool global, Site site
 
 }  // namespace fence_detail
 
-/// fence.acq_rel.cta.
-MOK_DEVICE void fence_acq_rel_cta(Site site = Site::current()) {
-    fence_detail::fence("fence_acq_rel_cta", emu::Scope::kBlock, site);
-}
-
-/// fence.acq_rel.cluster.
-MOK_DEVICE void fence_acq_rel_cluster(Site site = Site::current()) {
-    fence_detail::fence("fence_acq_rel_cluster", emu::Scope::kCluster, site);
-}
-
 /// fence.acq_rel.gpu.
 MOK_DEVICE void fence_acq_rel_gpu(Site site = Site::current()) {
     fence_detail::fence("fence_acq_rel_gpu", emu::Scope::kGpu, site);
@@ -48,19 +38,9 @@ MOK_DEVICE void fence_mbarrier_init_release_cluster(Site site = Site::current())
     emu::fence_mbarrier_init();
 }
 
-/// fence.proxy.async.
-MOK_DEVICE void fence_proxy_async(Site site = Site::current()) {
-    fence_detail::fence_proxy("fence_proxy_async", true, true, site);
-}
-
 /// fence.proxy.async.shared::cta.
 MOK_DEVICE void fence_proxy_async_shared(Site site = Site::current()) {
     fence_detail::fence_proxy("fence_proxy_async_shared", true, false, site);
-}
-
-/// fence.proxy.async.shared::cluster.
-MOK_DEVICE void fence_proxy_async_shared_cluster(Site site = Site::current()) {
-    fence_detail::fence_proxy("fence_proxy_async_shared_cluster", true, false, site);
 }
 
 /// fence.proxy.async.global.

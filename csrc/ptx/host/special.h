@@ -41,11 +41,6 @@ MOK_DEVICE uint32_t lanes_before() {
     return (1u << emu::lane_idx()) - 1;
 }
 
-/// %smid: as if blocks lay on multiprocessors in turn.
-MOK_DEVICE uint32_t sm_idx() {
-    return emu::block_idx();
-}
-
 /// %globaltimer: virtual time.
 MOK_DEVICE uint64_t timer_ns() {
     return emu::timer_ns();
