@@ -1,4 +1,4 @@
-"""The measurements of whole layer calls that issues 6 and 7 ask for, and what bounds them."""
+"""Which whole layer calls are measured, the times they should reach, and what bounds them."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ TINY_SHAPES = {
 TINY_TOKENS = {4096: 32, 1024: 8, 256: 2}
 SMALL = (4096, 1024, 256)
 
-# (shape, T or None, pass): milliseconds of the issues for two ranks, burst; sustained where given.
+# (shape, T or None, pass): milliseconds set beforehand for two ranks, burst; some sustained too.
 TARGETS = {
     ("A", None, "forward"): (2.15, 2.40),
     ("B", None, "forward"): (3.85, 4.40),
@@ -110,7 +110,7 @@ class LayerCase:
         return max(tokens * top_k // 4, 128) if self.ring == "quarter" else None
 
     def target(self, what: str, regime: str) -> float | None:
-        """The issue's, for the plain case: forward nothing saved, backward gate and up."""
+        """Milliseconds, for the plain case: forward nothing saved, backward gate and up."""
         plain = LayerCase(self.shape, (), self.tokens, tiny=self.tiny)
         expected_save = "none" if what == "inference" else "gate_up"
         like_plain = dataclasses.replace(self, passes=(), save="gate_up", memory=False)

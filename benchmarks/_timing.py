@@ -62,7 +62,7 @@ def describe_machine() -> dict:
 
 
 def write_results(what: str, records: list[dict], folder: Path = RESULTS) -> Path:
-    """`<date>-<what>.json` in `folder`, as DESIGN 10 lays it out."""
+    """`<date>-<what>.json` in `folder`, with the machine and commit it was measured at."""
     folder.mkdir(parents=True, exist_ok=True)
     today = date.today().isoformat()
     path = folder / f"{today}-{what}.json"

@@ -6,9 +6,9 @@ One rank with the experts and rows that a rank of two has, all from its own toke
 crosses a link; random routing, gate and up saved, gradients for x, router weights and all expert
 weights. Times are of preparation and kernel; benchmarks/_gpu_timing.py says what the clocks are.
 The rate of a kind is its products over the time that the multiprocessors spent in its tasks, from
-the recorded time line, beside their clock and the share of the tensor cores' peak per cycle; SCOUT
-is what the experiment's kernels reached alone (burst). Over several GPUs: benchmarks/moe_layer.py
---stages.
+the recorded time line, beside their clock and the share of the tensor cores' peak per cycle;
+EXPERIMENT is what the experiment's kernels reached alone (burst). Over several GPUs:
+benchmarks/moe_layer.py --stages.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SHAPES = {
 BF16 = torch.bfloat16
 GRADIENTS = 1 | 2 | 7 << 3  # x, router weights, the three matrices
 PAD, MAX_SPANS = 128, 1 << 19
-SCOUT = {
+EXPERIMENT = {
     "dhidden": {"A": 520, "B": 640, "C": 703, "D": 666},
     "dx": {"A": 764, "B": 781, "C": 783, "D": 747},
     "wgrad": {"A": 748, "B": 743, "C": 746, "D": 796},
@@ -153,10 +153,10 @@ def main() -> None:
         backward.check()
         rates = backward.rates(SHAPES[shape])
         for rate in rates:
-            scout = SCOUT[rate.kind.split("_")[0]].get(shape, "-")
+            experiment = EXPERIMENT[rate.kind.split("_")[0]].get(shape, "-")
             print(
                 f"{shape:9} {rate.kind:12} {rate.tflops:7.0f} TFLOP/s, {rate.mhz:.0f} MHz, "
-                f"{rate.of_peak:.1%} of the peak per cycle, experiment {scout} TFLOP/s"
+                f"{rate.of_peak:.1%} of the peak per cycle, experiment {experiment} TFLOP/s"
             )
         flops = 12.0 * backward.rows * hidden * intermediate
         for regime, seconds in clocks_of(functools.partial(backward.launch)).items():

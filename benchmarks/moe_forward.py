@@ -2,9 +2,9 @@
 
     python benchmarks/moe_forward.py [--out FOLDER] [--shapes A,B,C,D] [--save none]
 
-One rank holds all experts, so nothing crosses a link; balanced random routing. SCOUT is what the
-kernel of the experiment took on two GPUs (burst, sustained, ms); benchmarks/_gpu_timing.py says
-what the clocks are. Over several GPUs: benchmarks/moe_layer.py --stages.
+One rank holds all experts, so nothing crosses a link; balanced random routing. EXPERIMENT is what
+the experiment's kernel took on two GPUs (burst, sustained, ms); benchmarks/_gpu_timing.py says what
+the clocks are. Over several GPUs: benchmarks/moe_layer.py --stages.
 """
 
 import argparse
@@ -28,7 +28,7 @@ SHAPES = {
     "A T=256": (256, 2048, 768, 128, 8),
     "B T=256": (256, 4096, 1536, 128, 8),
 }
-SCOUT = {"A": (1.97, 2.19), "B": (3.68, 4.20), "C": (4.26, 4.78), "D": (8.0, 8.85)}
+EXPERIMENT = {"A": (1.97, 2.19), "B": (3.68, 4.20), "C": (4.26, 4.78), "D": (8.0, 8.85)}
 # Timed with the preparation in front of it, which the kernel cannot run twice without.
 STAGES = {
     "call": PREPARE | KERNEL | MEET | SUM,
@@ -45,7 +45,9 @@ def main() -> None:
     parser.add_argument("--save", default="none", choices=("none", "gate_up", "all"))
     arguments = parser.parse_args()
     records = []
-    print(f"{'shape':10} {'stages':22} {'regime':10} {'ms':>8} {'TFLOP/s':>8} {'scout ms':>8}")
+    print(
+        f"{'shape':10} {'stages':22} {'regime':10} {'ms':>8} {'TFLOP/s':>8} {'experiment ms':>13}"
+    )
     for name in arguments.shapes.split(","):
         tokens, hidden, intermediate, experts, top_k = SHAPES[name]
         layer = Layer(experts, top_k, hidden, intermediate, save=arguments.save)
@@ -60,10 +62,12 @@ def main() -> None:
                     times = statistics_ms(seconds)
                     flops = 6.0 * tokens * top_k * hidden * intermediate
                     tflops = flops * 1e-9 / times["ms"] if mask & KERNEL else None
-                    scout = SCOUT[name][regime == "sustained"] if name in SCOUT else None
+                    experiment = (
+                        EXPERIMENT[name][regime == "sustained"] if name in EXPERIMENT else None
+                    )
                     shown = "-" if tflops is None else f"{tflops:.0f}"
                     line = f"{name:10} {stages:22} {regime:10} {times['ms']:8.4f} {shown:>8}"
-                    print(f"{line} {'-' if scout is None else scout:>8}", flush=True)
+                    print(f"{line} {'-' if experiment is None else experiment:>13}", flush=True)
                     records.append(
                         {
                             "bench": "moe_forward",

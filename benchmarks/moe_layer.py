@@ -4,13 +4,12 @@
                                    [--stages] [--trace NAMES [--only-traced]] [--tiny]
 
 `mok.moe` as a user calls it, one process and GPU per rank: ids, plan, staging of x, barriers,
-kernel and weighted sum. Passes: "inference" without gradients (the forward of issue 6), "forward"
-with them, "backward" alone through autograd, and both. Each call's time is that of the slowest
-rank; shown is the median. benchmarks/_gpu_timing.py says what burst, burst3 and sustained are.
-Beside each: the floor (the largest of the matrix rate that the experiment reached, 335 GB/s of
-NVLink in each direction, and the weights through HBM; on the most loaded rank) and the issue's
-target. Every case first gives equal bits twice; in a job of its own it agrees with torch's
-products.
+kernel and weighted sum. Passes: "inference" without gradients, "forward" with them, "backward"
+alone through autograd, and both. Each call's time is that of the slowest rank; shown is the median.
+benchmarks/_gpu_timing.py says what burst, burst3 and sustained are. Beside each: the floor (the
+largest of the matrix rate that the experiment reached, 335 GB/s of NVLink in each direction, and
+the weights through HBM; on the most loaded rank) and the target of benchmarks/_layer_cases.py.
+Every case first gives equal bits twice; in a job of its own it agrees with torch's products.
 
 --only picks cases whose name contains one of the comma-separated texts; --stages adds the times of
 preparation, kernel, barrier and sum of a case's last pass, from calls traced beside; --trace writes
@@ -48,7 +47,7 @@ def records_of(case: LayerCase, ranks: int, device: str, by_rank: list[dict]) ->
             records.append(
                 {
                     "bench": "moe_layer",
-                    "contestant": "torch_grouped_mm" if case.backend == "collective" else "mok",
+                    "contestant": "mok_collective" if case.backend == "collective" else "mok",
                     "shape": case.name,
                     "T": tokens,
                     "H": hidden,
@@ -124,7 +123,7 @@ def stage_records(case: LayerCase, ranks: int, by_rank: list[dict]) -> list[dict
 
 
 def describe_targets(records: list[dict]) -> str:
-    """How many of the issues' figures were reached, in one line."""
+    """How many targets were reached, in one line."""
     wanted = [
         record
         for record in records

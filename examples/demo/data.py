@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-VOCABULARY = 256
 HELD_OUT_EVERY = 10
 MIN_BYTES = 500_000
 
