@@ -5,6 +5,7 @@ needs it raises `ImportError` with one line: what was built, what was found and 
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
 from mok import _native
 from mok._version import __version__
@@ -13,6 +14,8 @@ _EXPORTS = {
     "MoELayer": "layer",
     "PeerAbortedError": "errors",
     "PeerTimeoutError": "errors",
+    "PeersNotLocalError": "errors",
+    "SymmetricHeapError": "errors",
     "WorkspaceClosedError": "errors",
     "average_gradients": "gradients",
     "clip_grad_norm_": "gradients",
@@ -45,6 +48,32 @@ _NATIVE_SUBMODULES = (
 )
 
 __all__ = ["__version__", "reference", *_EXPORTS]
+
+if TYPE_CHECKING:  # for type checkers, which cannot follow __getattr__; the same names
+    from mok import errors as errors
+    from mok import reference as reference
+    from mok import router as router
+    from mok import simulation as simulation
+    from mok import timeline as timeline
+    from mok._backend import explain as explain
+    from mok._trace import trace as trace
+    from mok.checkpoint import shard_experts as shard_experts
+    from mok.errors import PeerAbortedError as PeerAbortedError
+    from mok.errors import PeersNotLocalError as PeersNotLocalError
+    from mok.errors import PeerTimeoutError as PeerTimeoutError
+    from mok.errors import SymmetricHeapError as SymmetricHeapError
+    from mok.errors import WorkspaceClosedError as WorkspaceClosedError
+    from mok.gradients import average_gradients as average_gradients
+    from mok.gradients import clip_grad_norm_ as clip_grad_norm_
+    from mok.gradients import exclude_experts_from_ddp as exclude_experts_from_ddp
+    from mok.gradients import expert_parameters as expert_parameters
+    from mok.gradients import scale_expert_gradients as scale_expert_gradients
+    from mok.layer import MoELayer as MoELayer
+    from mok.memory import memory_estimate as memory_estimate
+    from mok.ops import moe as moe
+    from mok.simulation import simulate as simulate
+    from mok.swap import swap_moe_layers as swap_moe_layers
+    from mok.workspace import symm_empty as symm_empty
 
 
 def __getattr__(name: str):

@@ -3,6 +3,7 @@
 MOK_TEST_WHEEL names a wheel to test; without it one is built here, from what is compiled already.
 """
 
+import ast
 import os
 import re
 import shutil
@@ -240,3 +241,21 @@ def test_the_sdist_holds_all_sources(tmp_path):
         assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
     assert not list(unpacked.rglob("*.so"))
     assert not (unpacked / "mok" / "_build_info.py").exists()
+
+
+def test_type_checkers_see_what_is_exported():
+    """py.typed promises types, and a checker cannot follow `__getattr__`."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (block,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    seen = {}
+    for statement in block.body:
+        assert isinstance(statement, ast.ImportFrom)
+        for name in statement.names:
+            assert name.asname == name.name, "only `import X as X` exports X"
+            seen[name.name] = statement.module
+    exports = {name: f"mok.{module}" for name, module in mok._EXPORTS.items()}
+    assert seen == exports | dict.fromkeys(mok._PURE_SUBMODULES, "mok")
