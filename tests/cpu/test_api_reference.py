@@ -1,12 +1,18 @@
 """docs/api.md is what the docstrings say, and every public name has one."""
 
+import functools
+import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 import mok
 import mok.convert
 import mok.functional
+from mok.shapes import GRADIENT_ORDER
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools/api_reference.py"
@@ -47,3 +53,29 @@ def test_every_public_name_is_in_it():
     names += ["mok.convert.from_transformers", "mok.workspace.declare", "mok.workspace.Workspace"]
     missing = [name for name in names if f"### {name}\n" not in text]
     assert not missing
+
+
+def resolved(name: str):
+    """What a dotted name stands for, by import and getattr as a user would."""
+    first, *rest = name.split(".")
+    return functools.reduce(getattr, rest, importlib.import_module(first))
+
+
+def test_every_heading_is_a_name_that_exists():
+    text = (ROOT / "docs/api.md").read_text()
+    names = re.findall(r"^### (.+)$", text, re.MULTILINE)
+    assert len(names) > 50
+    assert len(names) == len(set(names))
+    for name in names:
+        assert callable(resolved(name)), name
+        assert not any(part.startswith("_") for part in name.split(".")), name
+
+
+def test_the_ops_are_described_as_they_are_registered():
+    text = (ROOT / "docs/api.md").read_text()
+    for name in ("moe_forward", "moe_recompute", "moe_backward", "router_top_k"):
+        found = re.search(rf"^### torch.ops.mok.{name}\n\n```text\n(.*?)\n\n", text, re.M | re.S)
+        schema = str(getattr(torch.ops.mok, name).default._schema)
+        assert " ".join(found[1].split()) == schema.removeprefix("mok::"), name
+    for bit, name in enumerate(GRADIENT_ORDER):
+        assert f"| {bit} | `{name}` |\n" in text
