@@ -1,7 +1,8 @@
 """What the recipes share: a small model, its data, and how a script becomes one of several ranks.
 
 Every recipe trains the same model on the same global batches, so all end with the same loss, on any
-number of ranks: tests/dist/test_recipes.py compares them.
+number of ranks: tests/dist/test_recipes.py compares them, on the CPU. Where torchrun finds a GPU
+for each of its ranks they train there, with BF16 tokens; that way has not been run yet.
 """
 
 import os
@@ -18,6 +19,14 @@ TOKENS = 64  # of a global batch
 LEARNING_RATE = 0.5
 MAX_NORM = 1.0
 
+_RANKS_HERE = int(os.environ.get("LOCAL_WORLD_SIZE", 0))  # torchrun sets it
+if 0 < _RANKS_HERE <= torch.cuda.device_count():
+    DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    TOKEN_DTYPE = torch.bfloat16  # what mok's own kernels take on a GPU
+else:
+    DEVICE = torch.device("cpu")
+    TOKEN_DTYPE = torch.float32
+
 
 class Block(nn.Module):
     def __init__(self, group: dist.ProcessGroup | None):
@@ -31,7 +40,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x_TH: torch.Tensor, **options) -> torch.Tensor:
-        return x_TH + self.moe(self.norm(x_TH), **options)
+        return x_TH + self.moe(self.norm(x_TH).to(TOKEN_DTYPE), **options)
 
 
 class Model(nn.Module):
@@ -42,6 +51,7 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(Block(group) for _ in range(2))
         self.head = nn.Linear(HIDDEN, HIDDEN)
+        self.to(DEVICE)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -56,7 +66,7 @@ def batches(rank: int, ranks: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]
     for _ in range(STEPS):
         x_TH = torch.randn(TOKENS, HIDDEN, generator=generator)
         target_TH = torch.tanh(x_TH @ teacher)
-        yield x_TH.chunk(ranks)[rank], target_TH.chunk(ranks)[rank]
+        yield x_TH.chunk(ranks)[rank].to(DEVICE), target_TH.chunk(ranks)[rank].to(DEVICE)
 
 
 def mean_squares(out_TH: torch.Tensor, target_TH: torch.Tensor) -> torch.Tensor:
@@ -72,7 +82,9 @@ def mean_over_ranks(losses: list[torch.Tensor], group: dist.ProcessGroup) -> lis
 
 def main(train: Callable[[dist.ProcessGroup], list[float]]) -> None:
     """Runs `train` on this process as one of torchrun's ranks and prints the losses."""
-    dist.init_process_group("gloo")
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(DEVICE)
+    dist.init_process_group("gloo" if DEVICE.type == "cpu" else "cpu:gloo,cuda:nccl")
     losses = train(dist.group.WORLD)
     if dist.get_rank() == 0:
         print("loss:", " ".join(f"{loss:.4f}" for loss in losses), flush=True)

@@ -12,11 +12,22 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from common import LEARNING_RATE, MAX_NORM, Model, batches, main, mean_over_ranks, mean_squares
+from common import (
+    DEVICE,
+    LEARNING_RATE,
+    MAX_NORM,
+    Model,
+    batches,
+    main,
+    mean_over_ranks,
+    mean_squares,
+)
 
 
 def train(group: dist.ProcessGroup) -> list[float]:
-    mesh = init_device_mesh("cpu", (group.size() // 2, 2), mesh_dim_names=("replica", "expert"))
+    mesh = init_device_mesh(
+        DEVICE.type, (group.size() // 2, 2), mesh_dim_names=("replica", "expert")
+    )
     replicas = mesh["replica"].get_group()
     model = Model(mesh["expert"].get_group())
     mok.exclude_experts_from_ddp(model)  # before wrapping

@@ -12,18 +12,27 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from common import LEARNING_RATE, MAX_NORM, Model, batches, main, mean_over_ranks, mean_squares
+from common import (
+    DEVICE,
+    LEARNING_RATE,
+    MAX_NORM,
+    Model,
+    batches,
+    main,
+    mean_over_ranks,
+    mean_squares,
+)
 
 
 def train(group: dist.ProcessGroup) -> list[float]:
     ranks = group.size()
-    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("replica", "expert"))
+    mesh = init_device_mesh(DEVICE.type, (ranks // 2, 2), mesh_dim_names=("replica", "expert"))
     model = Model(mesh["expert"].get_group())
     mok.shard_experts(model, mesh["expert"])  # so that checkpoints know experts by global index
     for block in model.blocks:
         fully_shard(block.moe.experts, mesh=mesh["replica"])
-        fully_shard(block, mesh=init_device_mesh("cpu", (ranks,)))
-    fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+        fully_shard(block, mesh=init_device_mesh(DEVICE.type, (ranks,)))
+    fully_shard(model, mesh=init_device_mesh(DEVICE.type, (ranks,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses = []
     for x_TH, target_TH in batches(group.rank(), ranks):
