@@ -49,8 +49,8 @@ struct StoreWarp {
                 deadline.expired |= !take_chunk(shared, staging[part], part, lane, deadline,
                                                 [&] { body(chunk, part, stage); });
             }
+            ptx::bulk_commit();  // also of half a chunk: the kernel's end waits for it
             if (deadline.expired) return;
-            ptx::bulk_commit();
             if (chunk > 0) {
                 ptx::bulk_wait_read<1>();
                 release_chunk(shared, (stage + kStages - 1) % kStages, task.parts(), lane);
