@@ -1,4 +1,4 @@
-"""Benchmarks of several ranks, dry: tiny sizes on the CPU, so that they run when GPUs are at hand."""
+"""Benchmarks of several ranks, dry: tiny sizes on the CPU, for when GPUs are at hand."""
 
 import itertools
 import json
