@@ -20,7 +20,7 @@ EXACT_REGISTERS = {
 # schedule and pull, once a task or a row; in the preparation, once a thread.
 STACK_BYTES = {
     r"sm90_bf16_moe_(forward|backward)_kernel": 144,
-    r"prepare\w*_kernel": 56,
+    r"prepare\w*_kernel": 64,
 }
 
 # Bytes of spill stores and loads that are known: a few words of the preparation's, once a thread,
