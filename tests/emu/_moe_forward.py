@@ -7,12 +7,16 @@ takes each expert's tokens through the executor's products and elementwise rows.
 import dataclasses
 
 import numpy as np
+import pytest
 
 from mok import _C
 from tests.ptx_cases import bf16_bits, bf16_values
 
 # wgmma is emulated with one fused multiply-add after another, as this table multiplies.
 ISA = "avx2"
+needs_isa = pytest.mark.skipif(
+    ISA not in _C.kernels.available(), reason=f"this processor has no {ISA}"
+)
 ACTIVATIONS = ("swiglu", "swiglu_limit", "gpt_oss")
 SAVES = ("none", "gate_up", "all")
 NAMES = ("gate", "up", "down")

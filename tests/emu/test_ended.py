@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 
-from mok import _C
 from tests.emu._moe_backward import (
     BackwardData,
     BackwardLayer,
@@ -14,12 +13,10 @@ from tests.emu._moe_backward import (
     backward_numbers,
     make_rank,
 )
-from tests.emu._moe_forward import ISA, Data, Layer, run
+from tests.emu._moe_forward import Data, Layer, needs_isa, run
 from tests.emu.test_grouped_gemm import Case
 
-pytestmark = pytest.mark.skipif(
-    ISA not in _C.kernels.available(), reason=f"this processor has no {ISA}"
-)
+pytestmark = needs_isa
 
 ENDS = 24
 

@@ -4,12 +4,10 @@ import numpy as np
 import pytest
 
 from mok import _C
-from tests.emu._moe_forward import BLOCK, HALF, ISA, assert_equal, untouched
+from tests.emu._moe_forward import BLOCK, HALF, ISA, assert_equal, needs_isa, untouched
 from tests.ptx_cases import bf16_bits
 
-pytestmark = pytest.mark.skipif(
-    ISA not in _C.kernels.available(), reason=f"this processor has no {ISA}"
-)
+pytestmark = needs_isa
 
 CASES = {
     "one tile": ([128], 256, 64),

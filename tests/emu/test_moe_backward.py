@@ -4,7 +4,6 @@ schedules, for every feature and several ranks."""
 import numpy as np
 import pytest
 
-from mok import _C
 from tests.emu._moe_backward import (
     BackwardData,
     BackwardLayer,
@@ -13,11 +12,9 @@ from tests.emu._moe_backward import (
     check,
     make_rank,
 )
-from tests.emu._moe_forward import ISA, UNTOUCHED
+from tests.emu._moe_forward import UNTOUCHED, needs_isa
 
-pytestmark = pytest.mark.skipif(
-    ISA not in _C.kernels.available(), reason=f"this processor has no {ISA}"
-)
+pytestmark = needs_isa
 
 Case = BackwardLayer
 ROUTED = ("w_gate", "w_up", "w_down")

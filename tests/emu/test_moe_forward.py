@@ -3,12 +3,9 @@ schedules, for every feature and several ranks."""
 
 import pytest
 
-from mok import _C
-from tests.emu._moe_forward import ISA, UNTOUCHED, Data, Expected, Layer, check, run
+from tests.emu._moe_forward import UNTOUCHED, Data, Expected, Layer, check, needs_isa, run
 
-pytestmark = pytest.mark.skipif(
-    ISA not in _C.kernels.available(), reason=f"this processor has no {ISA}"
-)
+pytestmark = needs_isa
 
 CASES = {
     "one rank": Layer((150,)),

@@ -3,20 +3,15 @@ the lists below say why the call may be missing there. A call is known by its li
 
 from pathlib import Path
 
-import pytest
-
-from mok import _C
 from tests.emu._emulator import ROOT
 from tests.emu._moe_backward import BackwardData, BackwardLayer, ExpectedBackward
 from tests.emu._moe_backward import check as check_backward
-from tests.emu._moe_forward import ISA, Data, Expected, Layer
+from tests.emu._moe_forward import Data, Expected, Layer, needs_isa
 from tests.emu._moe_forward import check as check_forward
 from tests.emu._mutation import is_noticed
 from tests.emu.test_grouped_gemm import Case
 
-pytestmark = pytest.mark.skipif(
-    ISA not in _C.kernels.available(), reason=f"this processor has no {ISA}"
-)
+pytestmark = needs_isa
 
 SEEDS = 8
 MAX_STEPS = 20_000_000  # a run without a fault takes 0.4 million
