@@ -27,12 +27,13 @@ from common import (
 def train(group: dist.ProcessGroup) -> list[float]:
     ranks = group.size()
     mesh = init_device_mesh(DEVICE.type, (ranks // 2, 2), mesh_dim_names=("replica", "expert"))
+    everyone = init_device_mesh(DEVICE.type, (ranks,))
     model = Model(mesh["expert"].get_group())
     mok.shard_experts(model, mesh["expert"])  # so that checkpoints know experts by global index
     for block in model.blocks:
         fully_shard(block.moe.experts, mesh=mesh["replica"])
-        fully_shard(block, mesh=init_device_mesh(DEVICE.type, (ranks,)))
-    fully_shard(model, mesh=init_device_mesh(DEVICE.type, (ranks,)))
+        fully_shard(block, mesh=everyone)
+    fully_shard(model, mesh=everyone)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses = []
     for x_TH, target_TH in batches(group.rank(), ranks):

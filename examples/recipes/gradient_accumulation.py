@@ -7,16 +7,7 @@ import mok
 import torch
 import torch.distributed as dist
 
-from common import (
-    DEVICE,
-    LEARNING_RATE,
-    MAX_NORM,
-    Model,
-    batches,
-    main,
-    mean_over_ranks,
-    mean_squares,
-)
+from common import LEARNING_RATE, MAX_NORM, Model, batches, main, mean_over_ranks, mean_squares
 
 MICRO_BATCHES = 4
 
@@ -33,7 +24,7 @@ def train(group: dist.ProcessGroup) -> list[float]:
         optimizer.zero_grad()
         for parameter in experts:
             parameter.main_grad.zero_()
-        total = torch.zeros((), device=DEVICE)
+        total = x_TH.new_zeros(())
         micro_batches = zip(x_TH.chunk(MICRO_BATCHES), target_TH.chunk(MICRO_BATCHES), strict=True)
         for x_MH, target_MH in micro_batches:
             loss = mean_squares(model(x_MH), target_MH) / MICRO_BATCHES
