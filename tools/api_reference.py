@@ -108,12 +108,14 @@ def tree_of(name: str) -> ast.Module:
     return ast.parse((ROOT / "mok" / name).read_text())
 
 
-def exports() -> dict[str, str]:
-    """The names of `mok` and the modules they come from."""
-    for node in tree_of("__init__.py").body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == "_EXPORTS":
-            return ast.literal_eval(node.value)
-    raise LookupError("mok/__init__.py has no _EXPORTS")
+def constants(tree: ast.Module) -> dict[str, object]:
+    """Module-level names that are literals."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            with contextlib.suppress(ValueError):
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+    return found
 
 
 def definitions(tree: ast.Module) -> dict[str, ast.AST]:
@@ -164,23 +166,6 @@ def described(prefix: str, name: str, node: ast.AST) -> Iterator[str]:
     yield block("\n\n".join(parts))
 
 
-def public_names(files: tuple[str, ...]) -> list[str]:
-    for node in tree_of(files[0]).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == "__all__":
-            return ast.literal_eval(node.value)
-    raise LookupError(f"mok/{files[0]} has no __all__")
-
-
-def constants(tree: ast.Module) -> dict[str, object]:
-    """Module-level names that are literals."""
-    found = {}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            with contextlib.suppress(ValueError):
-                found[node.targets[0].id] = ast.literal_eval(node.value)
-    return found
-
-
 def schemas(file: str) -> dict[str, str]:
     """What `_library.define(...)` is given in a file, by the op's name."""
     tree = tree_of(file)
@@ -211,17 +196,19 @@ def ops() -> Iterator[str]:
 
 def reference() -> str:
     parts = [HEAD, "## mok\n"]
-    for name, module in sorted(exports().items(), key=lambda item: item[0].lower()):
+    exports = constants(tree_of("__init__.py"))["_EXPORTS"]
+    for name, module in sorted(exports.items(), key=lambda item: item[0].lower()):
         node = definitions(tree_of(f"{module}.py")).get(name)
         if node is not None and module != "errors":
             parts += described("mok", name, node)
     for module, (files, names) in MODULES.items():
         parts.append(f"## {module}\n")
-        parts.append(block(ast.get_docstring(tree_of(files[0]))))
+        tree = tree_of(files[0])
+        parts.append(block(ast.get_docstring(tree)))
         found = {}
         for file in files:
             found |= definitions(tree_of(file))
-        for name in names or public_names(files):
+        for name in names or constants(tree)["__all__"]:
             parts += described(module, name, found[name])
     parts += ops()
     return "\n".join(parts)
