@@ -58,7 +58,7 @@ inline constexpr int32_t kDotRows = 8;  // at a time: their loads are in flight 
 /// column 32 i + l; what is left of the last 32 goes to the first chain of 8.
 MOK_DEVICE void dots(const bf16* const (&rows)[kDotRows], const bf16* b, int32_t columns, uint32_t lane,
                      float (&sums)[kDotRows]) {
-    constexpr int32_t kWarp = ptx::kWarpThreads, kBatch = 4, kChain = 8;
+    constexpr int32_t kWarp = ptx::kWarpThreads, kChain = 8;
     const int32_t whole = columns / kWarp * kWarp, own = static_cast<int32_t>(lane);
 #pragma unroll
     for (int32_t r = 0; r < kDotRows; ++r) sums[r] = 0.0f;
@@ -70,22 +70,7 @@ MOK_DEVICE void dots(const bf16* const (&rows)[kDotRows], const bf16* b, int32_t
         }
     };
     int32_t first = 0;
-    for (; first + kBatch * kWarp <= whole; first += kBatch * kWarp) {
-        float x[kBatch][kDotRows], y[kBatch];
-#pragma unroll
-        for (int32_t i = 0; i < kBatch; ++i) {
-            y[i] = load_bf16(b, first + i * kWarp + own);
-#pragma unroll
-            for (int32_t r = 0; r < kDotRows; ++r) x[i][r] = load_bf16(rows[r], first + i * kWarp + own);
-        }
-#pragma unroll
-        for (int32_t i = 0; i < kBatch; ++i) {
-#pragma unroll
-            for (int32_t r = 0; r < kDotRows; ++r) {
-                sums[r] = ptx::fused_multiply_add(x[i][r], y[i], sums[r]);
-            }
-        }
-    }
+#pragma unroll 4  // whose loads are in flight together
     for (; first < whole; first += kWarp) add(first + own);
     for (; first < columns; first += kChain) {
         if (own < kChain) add(first + own);
