@@ -137,7 +137,7 @@ PrepareArrays place_arrays(const Preparation& preparation, void* scratch, int64_
     placer.place(arrays.pieces, capacity.pieces + 1);
     placer.place(arrays.runs, capacity.runs + 1);
     placer.place(arrays.unit_begin, capacity.pieces + 1);
-    placer.place(arrays.reused_piece, std::max<int64_t>(rows / shape.block_m - shape.ring_blocks, 0));
+    placer.place(arrays.reused_piece, capacity.reused_blocks);
     placer.place(arrays.idle_experts, experts);
     placer.place(arrays.units, rows);
     placer.place(arrays.row_begin, rows + 1);

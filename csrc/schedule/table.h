@@ -40,6 +40,11 @@ struct Run {
     int32_t phase_idx;
 };
 
+/// Of so many row blocks those whose ring slots serve again: the first ones.
+MOK_HD int64_t reused_blocks(const ScheduleShape& shape, int64_t num_blocks) {
+    return num_blocks > shape.ring_blocks ? num_blocks - shape.ring_blocks : 0;
+}
+
 /// The arrays have one entry more than their count: a sentinel with the totals. Counters of memory that the
 /// caller owns; a kernel takes it by value.
 struct Table {
@@ -62,15 +67,14 @@ struct Table {
 
     MOK_HD int32_t num_spans() const { return pieces[num_pieces].spans_before; }
     MOK_HD int32_t first_chunk_end() const { return num_chunks > 0 ? chunks[0].end : 0; }
-    /// Row blocks whose ring slots serve again: the first so many.
     MOK_HD int32_t num_reused(const ScheduleShape& shape) const {
-        return num_blocks > shape.ring_blocks ? num_blocks - shape.ring_blocks : 0;
+        return static_cast<int32_t>(reused_blocks(shape, num_blocks));
     }
 };
 
 /// Most entries that any routing can need, for allocation before the routing is known.
 struct TableCapacity {
-    int64_t chunks, pieces, runs;
+    int64_t chunks, pieces, runs, reused_blocks;
 };
 
 MOK_HD TableCapacity table_capacity(const ScheduleShape& shape, int64_t worst_rows) {
@@ -78,7 +82,7 @@ MOK_HD TableCapacity table_capacity(const ScheduleShape& shape, int64_t worst_ro
     // Two neighbouring chunks hold more than the ring, or the second would have fitted into the first.
     const int64_t chunks = 2 * ceil_div<int64_t>(blocks, shape.ring_blocks) + 1;
     const int64_t pieces = shape.sizes.num_local_experts + chunks + blocks / shape.max_piece_blocks;
-    return TableCapacity{chunks, pieces, pieces * shape.num_phases};
+    return TableCapacity{chunks, pieces, pieces * shape.num_phases, reused_blocks(shape, blocks)};
 }
 
 /// The chunk that starts at row block `begin`: mok::chunk_end by search instead of a walk.
