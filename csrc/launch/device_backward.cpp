@@ -14,7 +14,7 @@ namespace mok::launch {
 
 namespace {
 
-constexpr int64_t kElementBytes = 2, kFloatBytes = 4, kPartialColumns = 64, kAlign = 256;
+constexpr int64_t kElementBytes = 2, kFloatBytes = 4, kPartialColumns = 64;
 
 /// Sets the temporaries of `call`; returns their bytes.
 int64_t place(const schedule::ScheduleShape& shape, const PlanShape& plan, char* memory, MoeBackward& call) {
@@ -104,9 +104,8 @@ DeviceBackwardRun::DeviceBackwardRun(Workspace& workspace, const DeviceBackward&
     : workspace_(workspace), backward_(backward), call_(workspace, stream) {
     call_.check(backward.header);
     preparation_ = layer_preparation(workspace, backward.header, !backward.accumulate);
-    prepared_bytes_ =
-        round_up(call_.preparation_memory(preparation_, backward.header, backward.tensors), kAlign);
-    memory_ = call_.scratch(prepared_bytes_ + device_backward_bytes(preparation_.shape, preparation_.plan));
+    memory_ = call_.memory(preparation_, backward.header, backward.tensors,
+                           device_backward_bytes(preparation_.shape, preparation_.plan));
 }
 
 void DeviceBackwardRun::launch() {
@@ -115,7 +114,7 @@ void DeviceBackwardRun::launch() {
     void* stream = call_.stream();
     const TracedLaunch trace(workspace_, backward.header, preparation, stream);
     MoeBackward kernel{};
-    place(preparation.shape, preparation.plan, memory_ + prepared_bytes_, kernel);
+    place(preparation.shape, preparation.plan, memory_.rows, kernel);
     set_tensors(backward, kernel);
     const int64_t routes = backward.header.num_tokens * backward.header.top_k;
     float* window_grads = nullptr;  // of several ranks
@@ -137,7 +136,7 @@ void DeviceBackwardRun::launch() {
     if (wants_weights) zero_floats(kernel.home_weight_grads, routes, stream);
 
     kernel.shape = preparation.shape;
-    kernel.call = call_.prepare(preparation, backward.header, backward.tensors, memory_);
+    kernel.call = call_.prepare(preparation, backward.header, backward.tensors, memory_.preparation);
     kernel.x = call_.own_x().data;
     kernel.x_stride = call_.own_x().stride;
     kernel.dout = call_.own_dout().data;

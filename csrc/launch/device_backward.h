@@ -50,8 +50,7 @@ class DeviceBackwardRun {
     const DeviceBackward backward_;
     DeviceCall call_;
     Preparation preparation_{};
-    int64_t prepared_bytes_ = 0;
-    char* memory_ = nullptr;
+    CallMemory memory_;
 };
 
 /// Temporary device memory of such a call besides the preparation's, in bytes.

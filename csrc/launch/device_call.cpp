@@ -146,6 +146,14 @@ int64_t DeviceCall::preparation_memory(const Preparation& preparation, const Cal
     return bytes;
 }
 
+CallMemory DeviceCall::memory(const Preparation& preparation, const CallHeader& header,
+                              const CallTensors& tensors, int64_t row_bytes) {
+    const int64_t prepared_bytes =
+        round_up<int64_t>(preparation_memory(preparation, header, tensors), MemoryPlacer::kAlign);
+    char* memory = scratch(prepared_bytes + row_bytes);
+    return {memory, memory + prepared_bytes};
+}
+
 schedule::PreparedCall DeviceCall::prepare(const Preparation& preparation, const CallHeader& header,
                                            const CallTensors& tensors, char* memory, uint64_t* times) {
     check(header);

@@ -19,6 +19,12 @@ struct CallTensors {
     InputRows dout;  // [T, H], backward only
 };
 
+/// Temporary memory of a whole call.
+struct CallMemory {
+    char* preparation = nullptr;
+    char* rows = nullptr;  // for a MemoryPlacer
+};
+
 class DeviceCall {
   public:
     /// Takes the workspace for as long as the object lives, and makes `stream` (a cudaStream_t) wait for its
@@ -33,6 +39,10 @@ class DeviceCall {
 
     /// Device memory until the call ends, with unspecified contents. To be asked for once.
     char* scratch(int64_t bytes);
+
+    /// scratch() for the preparation and, behind it, `row_bytes`.
+    CallMemory memory(const Preparation& preparation, const CallHeader& header, const CallTensors& tensors,
+                      int64_t row_bytes);
 
     /// Publishes this rank's inputs, waits (on the device) for the peers', and makes plan, table and pull
     /// lists. `header` has the call's settings and T; the offsets are filled in here. `memory` is
@@ -67,9 +77,11 @@ class DeviceCall {
     InputRows own_dout_{};
 };
 
-/// Places arrays one behind the other, 256-byte aligned; from nullptr, only to count their bytes.
+/// Places arrays one behind the other, aligned to kAlign bytes; from nullptr, only to count their bytes.
 class MemoryPlacer {
   public:
+    static constexpr int64_t kAlign = 256;
+
     explicit MemoryPlacer(char* base) : base_(reinterpret_cast<uintptr_t>(base)) {}
 
     /// [rows, columns] elements; nullptr if they are not used.
@@ -77,7 +89,7 @@ class MemoryPlacer {
     T* take(bool is_used, int64_t rows, int64_t columns, int64_t element_bytes) {
         if (!is_used) return nullptr;
         const uintptr_t at = base_ + static_cast<uintptr_t>(bytes_);
-        bytes_ += round_up<int64_t>(rows * columns * element_bytes, 256);
+        bytes_ += round_up<int64_t>(rows * columns * element_bytes, kAlign);
         return reinterpret_cast<T*>(at);
     }
     int64_t bytes() const { return bytes_; }

@@ -54,25 +54,23 @@ DeviceForwardRun::DeviceForwardRun(Workspace& workspace, const DeviceForward& fo
     if (workspace.num_ranks() == 1 && forward.header.num_tokens == 0) return;
     preparation_ = layer_preparation(workspace, forward.header, false);
     check_context(forward, preparation_);
-    prepared_bytes_ =
-        round_up<int64_t>(call_.preparation_memory(preparation_, forward.header, forward.tensors), 256);
-    memory_ = call_.scratch(prepared_bytes_ + device_forward_bytes(preparation_));
+    memory_ = call_.memory(preparation_, forward.header, forward.tensors, device_forward_bytes(preparation_));
 }
 
 void DeviceForwardRun::launch() {
-    if (memory_ == nullptr) return;
+    if (memory_.preparation == nullptr) return;
     const DeviceForward& forward = forward_;
     const Preparation& preparation = preparation_;
     void* stream = call_.stream();
     const TracedLaunch trace(workspace_, forward.header, preparation, stream);
     MoeForward kernel{};
-    place(preparation, memory_ + prepared_bytes_, kernel);
+    place(preparation, memory_.rows, kernel);
     if (workspace_.num_ranks() > 1) {
         kernel.home_rows = call_.group().window + workspace_.layout.rows;
         kernel.window_stride = call_.group().stride;
     }
     kernel.shape = preparation.shape;
-    kernel.call = call_.prepare(preparation, forward.header, forward.tensors, memory_);
+    kernel.call = call_.prepare(preparation, forward.header, forward.tensors, memory_.preparation);
     kernel.routed = forward.routed;
     kernel.shared = forward.shared;
     kernel.x = call_.own_x().data;

@@ -48,8 +48,7 @@ class DeviceForwardRun {
     const DeviceForward forward_;
     DeviceCall call_;
     Preparation preparation_{};
-    int64_t prepared_bytes_ = 0;
-    char* memory_ = nullptr;  // null where there is nothing to do
+    CallMemory memory_;  // none where there is nothing to do
 };
 
 /// Temporary device memory of such a call besides the preparation's, in bytes.
